@@ -251,13 +251,13 @@ assert (
 times = measured("divergence")
 if times:
     sides = {
-        "left": say("nobody", "没有"),
-        "right": say("everybody", "全部"),
+        "left": say("no threads", "没有线程"),
+        "right": say("all threads", "全部线程"),
         "by warp": say("every other warp", "每隔一个 warp"),
         "by lane": say("every other lane", "每隔一个 lane"),
     }
     show(
-        say(["who goes right", "ms"], ["谁走右边", "ms"]),
+        say(["threads that go right", "ms"], ["走右边的线程", "ms"]),
         [[who, f"{times[side]:.2f}"] for side, who in sides.items()],
     )
 

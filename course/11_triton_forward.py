@@ -48,7 +48,7 @@ if HERE:
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, D], tl.float32)
         hi = n_k
-        if CAUSAL:  # nobody here sees a key behind the last query's own place
+        if CAUSAL:  # keys after the last query of this block are hidden
             hi = tl.minimum(n_k, first + BLOCK_M + n_k - n_q)
         for start in range(0, hi, BLOCK_N):
             j = start + tl.arange(0, BLOCK_N)
@@ -286,7 +286,7 @@ assert torch.allclose(started_finite, with_sink)
 # %% [markdown] lang="zh"
 # ## 掩码：负无穷，别的都不行
 #
-# 因果注意力遮住查询之后的键。于是一块属于三种之一：所有行都看得到（对角线左边，不需要掩码），部分行看得到（对角线上），谁也看不到（跳过）。很多 kernel 给这些情况编号，“STAGE 1、2、3”，而同一个名字在外层和内层函数里意思又不同；对角块也不是“对角线右边”的块。tilewise 用的是一条可见键的*带*，对每块只问一个问题：它碰到带的边缘了吗？
+# 因果注意力遮住查询之后的键。于是一块属于三种之一：所有行都看得到（对角线左边，不需要掩码），部分行看得到（对角线上），没有行看得到（跳过）。很多 kernel 给这些情况编号，“STAGE 1、2、3”，而同一个名字在外层和内层函数里意思又不同；对角块也不是“对角线右边”的块。tilewise 用的是一条可见键的*带*，对每块只问一个问题：它碰到带的边缘了吗？
 #
 # 被遮住的分数必须变成 $-\infty$。像 $-10^6$ 这样很大的负数看起来无害，其实不然：
 
@@ -499,11 +499,11 @@ picture(
 assert len(candidates) == 24
 
 # %% [markdown]
-# One more trap: `tl.dot` on float32 inputs uses TF32 by default, ten bits of mantissa. Someone who asks for float32
-# gets it from tilewise: the products are exact ("ieee") unless torch itself was told that TF32 is fine.
+# One more trap: `tl.dot` on float32 inputs uses TF32 by default, ten bits of mantissa. tilewise computes
+# float32 inputs with exact products ("ieee"), unless torch itself was told that TF32 is fine.
 
 # %% [markdown] lang="zh"
-# 还有一个陷阱：`tl.dot` 对 float32 输入默认使用 TF32，尾数只有十位。在 tilewise 里，要 float32 就给 float32：乘积是精确的（“ieee”），除非你告诉过 torch 可以用 TF32。
+# 还有一个陷阱：`tl.dot` 对 float32 输入默认使用 TF32，尾数只有十位。tilewise 对 float32 输入使用精确的乘积（“ieee”），除非你告诉过 torch 可以用 TF32。
 
 # %%
 if HERE:

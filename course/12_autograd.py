@@ -242,7 +242,7 @@ assert torch.allclose(g(x + small) - g(x), jacobian @ small, atol=1e-10)
 # %% [markdown]
 # ## The Jacobian that is never built
 #
-# $Y = X W$ with $X$ $(N, M)$ and $W$ $(M, D)$. The Jacobian $\partial Y / \partial X$ has $N D N M$ entries. For $N = M = 1024$ and $D = 2048$ these are $2.2 \cdot 10^{12}$ numbers, 8.8 TB in float32. Nobody stores that, because nobody needs it: what is asked for is the *product* of the gradient $dY$ with it, and that is a matrix product again:
+# $Y = X W$ with $X$ $(N, M)$ and $W$ $(M, D)$. The Jacobian $\partial Y / \partial X$ has $N D N M$ entries. For $N = M = 1024$ and $D = 2048$ these are $2.2 \cdot 10^{12}$ numbers, 8.8 TB in float32. It is never stored, because it is not needed: only the *product* of the gradient $dY$ with it is, and that is a matrix product again:
 #
 # $$dX = dY W^\top \quad dW = X^\top dY$$
 #
@@ -251,7 +251,7 @@ assert torch.allclose(g(x + small) - g(x), jacobian @ small, atol=1e-10)
 # %% [markdown] lang="zh"
 # ## 从不构造的雅可比矩阵
 #
-# $Y = X W$，其中 $X$ 是 $(N, M)$，$W$ 是 $(M, D)$。雅可比 $\partial Y / \partial X$ 有 $N D N M$ 个元素。$N = M = 1024$、$D = 2048$ 时就是 $2.2 \cdot 10^{12}$ 个数，float32 下 8.8 TB。没有人会存它，因为没有人需要它：要的只是梯度 $dY$ 与它的*乘积*，而这又是矩阵乘法：
+# $Y = X W$，其中 $X$ 是 $(N, M)$，$W$ 是 $(M, D)$。雅可比 $\partial Y / \partial X$ 有 $N D N M$ 个元素。$N = M = 1024$、$D = 2048$ 时就是 $2.2 \cdot 10^{12}$ 个数，float32 下 8.8 TB。它从不存储，因为并不需要它：要的只是梯度 $dY$ 与它的*乘积*，而这又是矩阵乘法：
 #
 # $$dX = dY W^\top \quad dW = X^\top dY$$
 #

@@ -10,7 +10,7 @@
 #
 # where $(O_a, L_a)$ is the attention of my queries over the keys of rank $a$, and $\oplus$ is the merge. So let the
 # keys go around a ring: in every step each rank attends to the keys it has, merges, and passes them on to its
-# neighbour. After $R$ steps everyone has seen everything, and nobody ever held more than two shards.
+# neighbour. After $R$ steps every rank has seen all keys, and no rank ever held more than two shards.
 #
 # Ranks are written as a list here, and a message as a rotation of that list. That is all there is to it:
 
@@ -21,7 +21,7 @@
 #
 # $$(O, L) = (O_0, L_0) \oplus (O_1, L_1) \oplus \cdots \oplus (O_{R-1}, L_{R-1})$$
 #
-# 其中 $(O_a, L_a)$ 是我的查询对 rank $a$ 的键的注意力，$\oplus$ 就是合并。那就让键沿着一个环转：每一步，每个 rank 对手上的键做注意力，合并，再把键传给邻居。$R$ 步之后，每个人都看过了所有的键，而且谁也没有同时持有超过两份。
+# 其中 $(O_a, L_a)$ 是我的查询对 rank $a$ 的键的注意力，$\oplus$ 就是合并。那就让键沿着一个环转：每一步，每个 rank 对手上的键做注意力，合并，再把键传给邻居。$R$ 步之后，每个 rank 都看过了所有的键，而且没有一个 rank 同时持有超过两份。
 #
 # 这里用一个列表表示各个 rank，用列表的轮转表示消息。全部就是这些：
 
@@ -97,7 +97,7 @@ show(
         ]
         for t in range(ranks)
     ],
-    say("who has whose keys", "谁手上有谁的键"),
+    say("the keys that each rank has", "每个 rank 手上的键"),
 )
 
 # %% tags=["check"]
@@ -184,7 +184,7 @@ def draw(axes):
         ylabel="pairs",
         ylim=(0, None),
         xticks=range(ranks),
-        title="Causal work, by who holds what",
+        title="Causal work of each rank, by layout",
     )
     axes.legend()
 

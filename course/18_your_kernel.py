@@ -5,8 +5,8 @@
 # is a skeleton of six functions, each a few lines; the checker runs them in Triton's interpreter, on a CPU, one step
 # after the other, and says where the first wrong one is and what is probably wrong with it.
 #
-# Three kernels make an attention that trains. Each has an owner for every number that it writes, so that nobody waits
-# for anybody:
+# Three kernels make an attention that trains. Every number that they write has one owner, so that no program waits
+# for another:
 #
 # | kernel | a program owns | walks over | writes |
 # |---|---|---|---|
@@ -22,7 +22,7 @@
 #
 # 你读过一个 Triton 前向（第 11 课），也见过反向的公式（第 13 课）。现在动手写。练习是一个有六个函数的骨架，每个只要几行；批改程序在 CPU 上用 Triton 的解释器一步一步地运行它们，告诉你第一个错在哪里、多半错在什么地方。
 #
-# 三个 kernel 就能组成一个可以训练的注意力。每个写出的数都有一个主人，所以谁也不用等谁：
+# 三个 kernel 就能组成一个可以训练的注意力。每个写出的数只由一个程序负责，所以程序之间不用互相等待：
 #
 # | kernel | 一个程序负责 | 走过 | 写出 |
 # |---|---|---|---|

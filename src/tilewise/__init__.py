@@ -155,16 +155,16 @@ def explain(
 
     Args:
         q: a tensor on any device, "meta" included, or a shape.
-        k: the same.
-        v: the same.
+        k: as q.
+        v: as q.
         cu_seqlens_q: as in `attention_varlen`, or a list; None for `attention`.
-        cu_seqlens_k: the same. Default: cu_seqlens_q.
+        cu_seqlens_k: as cu_seqlens_q, which is the default.
         max_seqlen_q: as in `attention_varlen`.
         max_seqlen_k: as in `attention_varlen`.
         layout: as in `attention`.
         backward: count the backward too. Default: if an input requires a gradient.
         device: a name ("A100", "H100", "H200", "RTX 4090", "L4", "B200"), "cuda" or "cpu". Default: that of q.
-        dtype: of q, k and v that are given as shapes.
+        dtype: dtype of q, k and v, for those that are given as shapes.
         compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
         show: print the explanation.
         options: as in `attention`.
@@ -219,7 +219,7 @@ def explain_kv(
         v_cache: as in `attention_kv`, or a shape. None: as k_cache.
         lengths: as in `attention_kv`, or a list.
         device: as in `explain`.
-        dtype: of what is given as shapes.
+        dtype: dtype of the tensors that are given as shapes.
         show: print the explanation.
         options: as in `attention_kv`.
 

@@ -12,7 +12,7 @@ from .backends.registry import choose
 from .errors import AttentionError
 from .options import REQUIRED, Options, OtherOptions, misplaced, takes_options
 from .plan_cache import CallPlan, plan_of, plans, positions, signature
-from .torch_internals import is_autocast, is_traced
+from .torch_internals import is_autocast, is_eager, is_traced
 from .validation import dense as validation
 from .validation import nested
 
@@ -128,12 +128,12 @@ def attention(
         mask_mod: a `tilewise.mask_mod` with its tensors bound: the pairs that are visible, in addition to causal and
             window. Or a `tilewise.block_mask` of one, which also skips tiles without a visible pair.
         dropout_p: probability that a softmax weight is dropped. The others are divided by 1 - dropout_p.
-        seed: of dropout, an int or an int64 tensor of one element. Default: drawn from torch's generator. The same seed
-            drops the same weights: `tilewise.dropout_mask` returns which.
+        seed: seed of dropout, an int or an int64 tensor of one element. Default: drawn from torch's generator. The same
+            seed drops the same weights: `tilewise.dropout_mask` returns which.
         return_lse: if True, lse is returned too.
         return_max_logit: if True, the largest score of each head is returned too, last, as QK-clip needs it.
         deterministic: if True, the gradients have the same bits in every run. Default: as
-            torch.use_deterministic_algorithms says. Only the backward of the "hopper" backend is faster without.
+            torch.use_deterministic_algorithms says. Only the backward of the "hopper" backend is faster without it.
         precision: "fp8": q, k and v are quantised to float8_e4m3fn, with a float32 scale for each block, and multiplied
             by fp8 tensor cores (the how-to on fp8 says how, and how large the error is). Forward only: it raises if a
             gradient is needed. Default None: products in q's dtype.
@@ -268,12 +268,12 @@ def attention_varlen(
         k: keys of all sequences, (Tk, Hk, D).
         v: values of all sequences, (Tk, Hk, Dv).
         cu_seqlens_q: int32 or int64 (B + 1,): sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
-        cu_seqlens_k: int32 or int64 (B + 1,): the same of keys.
-        max_seqlen_q: the most queries of a sequence. Needed with a bias, whose axis it is. It also bounds the work on
-            the gradient of a table that a score_mod reads at both q_idx and kv_idx. Otherwise it has no effect. A
-            longer sequence is an error on a CPU; on a GPU its tokens past the maximum have a bias of 0, and `check`
-            raises.
-        max_seqlen_k: the same of keys.
+        cu_seqlens_k: int32 or int64 (B + 1,): the same for keys.
+        max_seqlen_q: the largest number of queries in a sequence. Needed with a bias, as the length of its query axis.
+            It also bounds the work on the gradient of a table that a score_mod reads at both q_idx and kv_idx.
+            Otherwise it has no effect. A longer sequence is an error on a CPU; on a GPU its tokens past the maximum
+            have a bias of 0, and `check` raises.
+        max_seqlen_k: the same for keys.
         options: as in `attention`. A bias is (B, H, max_seqlen_q, max_seqlen_k), or broadcasts to it.
 
     Returns:
@@ -285,7 +285,7 @@ def attention_varlen(
     """
     if others:
         raise misplaced("attention_varlen", others)
-    cu = validation.offsets(cu_seqlens_q), validation.offsets(cu_seqlens_k)
+    cu = validation.as_int32_offsets(cu_seqlens_q), validation.as_int32_offsets(cu_seqlens_k)
     q, k, v = validation.to_bshd(q, k, v)
     out, *statistics = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
     result: Result = returned(out, statistics, options)
@@ -324,9 +324,9 @@ def check(
     expected at most the 10 tokens there are
 
     On a GPU a call checks shapes alone, because reading contents waits for the device. There, offsets past the end are
-    clamped, a bias adds nothing past its end, and a block mask is taken to be one of these sequences. This function
-    reads the contents. With TILEWISE_CHECK=1 in the environment, every call begins with it. (Indices of a mod past the
-    end of its tensor are clamped everywhere and are no error.)
+    clamped, a bias adds nothing past its end, and a block mask is assumed to have been made for these sequences. This
+    function reads the contents. With TILEWISE_CHECK=1 in the environment, every call begins with it. (Indices of a mod
+    past the end of its tensor are clamped everywhere and are no error.)
 
     Args:
         q: as in `attention`, or with cu_seqlens as in `attention_varlen`.
@@ -342,7 +342,7 @@ def check(
     Raises:
         AttentionError: the call is wrong; the message says what, and what is accepted.
     """
-    cu = () if cu_seqlens_q is None else (validation.offsets(cu_seqlens_q), validation.offsets(cu_seqlens_k))
+    cu = () if cu_seqlens_q is None else tuple(map(validation.as_int32_offsets, (cu_seqlens_q, cu_seqlens_k)))
     if layout is None and not cu and (found := validation.swapped(q, k)) is not None:
         raise AttentionError("layout", found, validation.LAYOUTS)
     q, k, v = validation.to_bshd(q, k, v, layout)
@@ -363,10 +363,10 @@ def _run(
     the same signature or by a new one. lse may be None if `return_lse` is False."""
     tensors = [q, k, v, *cu]
     key = None
-    if not validation.CHECK_CONTENTS:
+    if is_eager() and not validation.CHECK_CONTENTS:
         key = signature("attention", tensors, options, *(_sizes(max_seqlens, options) if max_seqlens else ()))
     plan: CallPlan | None = None if key is None else plans.get(key)
-    with_lse = options.get("return_lse", False) is not False  # validation raises for anything but True and False
+    with_lse = options.get("return_lse", False) is not False  # True or False: other values raised in the first call
     if plan is not None:
         if max_seqlens:
             validation.check_max_seqlens(*max_seqlens)
@@ -380,7 +380,7 @@ def _run(
     if is_traced(*request[:3]):
         return attend(request.spec, None, request.tensors(), with_lse)
     order = None if key is None else positions(request.tensors(), tensors)
-    if order is None:  # validation made a tensor for this call, such as a seed
+    if order is None:  # there is no signature, or validation made a tensor for this call, such as a seed
         plan = plan_of("request", lambda: request, request.tensors(), repr(request.spec))
     else:
         plan = CallPlan(request, order)

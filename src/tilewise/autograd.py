@@ -72,7 +72,7 @@ def check_forward_only(spec: Spec, tensors: Sequence[Tensor | None]) -> None:
 
 
 def run_plan(plan: CallPlan, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
-    """`attend` of an eager call whose plan is known."""
+    """`attend` of a call whose plan was found by its signature: an eager call, without forward-mode derivatives."""
     if profiler_enabled():
         return attend(plan.spec, plan, tensors, with_lse)
     if not plan.requires_grad or not torch.is_grad_enabled():
@@ -108,13 +108,12 @@ class AttentionWithLse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
-        if ctx.plan is None or torch.is_grad_enabled() or not is_eager() or is_batched(dout, dlse):
+        plan = ctx.plan
+        if plan is None or profiler_enabled() or torch.is_grad_enabled() or not is_eager() or is_batched(dout, dlse):
             return _backward(ctx, dout, dlse)
         *tensors, out, lse = ctx.saved_tensors
-        n = min(num_differentiable(ctx.spec), len(tensors))
-        wanted = ctx.needs_input_grad[2 : 2 + n]
         bwd_inputs = BackwardInputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        return None, None, *_planned_gradients(ctx.plan, wanted, bwd_inputs, tensors), *(None,) * (len(tensors) - n)
+        return None, None, *plan.gradients(ctx.needs_input_grad[2:], tensors, bwd_inputs)
 
 
 class Attention(AttentionWithLse):
@@ -263,6 +262,29 @@ class SecondDerivative(torch.autograd.Function):
         _need_reference("a third derivative", "the kernels' two derivatives")
 
 
+class FirstOrder(torch.autograd.Function):
+    """Gradients without derivatives of their own. Raises if torch differentiates them."""
+
+    @staticmethod
+    def forward(ctx: Any, found: str, expected: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.told = found, expected
+        return tuple(x.clone() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AttentionError("a second derivative", *ctx.told)
+
+
+def first_order(told: tuple[str, str], grads: Sequence[Tensor], *inputs: Tensor | None) -> Sequence[Tensor]:
+    """The gradients that a backward computed from `inputs`. Differentiating them raises an error that says `told`, what
+    was found and what is accepted; torch would take the results of a kernel for constants."""
+    if torch.compiler.is_compiling() or not _is_higher_order(*inputs):
+        return grads
+    given = [x for x in inputs if x is not None]
+    found: Sequence[Tensor] = FirstOrder.apply(*told, len(grads), *grads, *given)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _tangents(given: Sequence[Tensor | None], tensors: Sequence[Any]) -> list[Tensor]:
     """The tangents of q, k and v in their dtypes, zeros for those that are absent."""
     pairs = zip(given, tensors, strict=False)
@@ -296,13 +318,6 @@ def run_backward(
         else:
             grads = ops.registered("backward")(*bwd_inputs, *arguments(request))
         return *grads, *_traced_term_gradients(wanted[3:], bwd_inputs, request)
-    return _planned_gradients(plan, wanted, bwd_inputs, tensors)
-
-
-def _planned_gradients(
-    plan: CallPlan, wanted: Sequence[bool], bwd_inputs: BackwardInputs, tensors: Sequence[Any]
-) -> Sequence[Tensor | None]:
-    """`run_backward` of an eager call, by its plan."""
     if profiler_enabled():
         with torch.profiler.record_function("tilewise::backward"):
             return plan.gradients(wanted, tensors, bwd_inputs)

@@ -48,30 +48,30 @@ def attention_kv(
         q: queries (B, Sq, H, D), or packed (T, H, D) with cu_seqlens_q. Rows past the last packed sequence get out = 0
             and lse = -inf.
         k_cache: (rows, tokens, Hk, D), or with a page table (pages, page size, Hk, D). Any strides, any page size. The
-            dtype is q's, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8, or uint8 with two int4 in each byte:
+            dtype is q's, or float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8, or uint8 with two int4 in each byte:
             byte i of the D / 2 of a head has dims i (low bits) and i + D / 2 (high bits).
         v_cache: as k_cache, with Dv. Its dtype need not be k_cache's. For MLA, k_cache[..., :512], which is read once;
             D is at most 576 then (see `attention_mla`), and 512 otherwise.
         lengths: int32 (B,): tokens of each sequence in the cache before this call. Or one int for all.
         k_new: new keys (B, Sn, Hk, D), or packed (Tn, Hk, D). Written into the cache first, in place.
         v_new: new values, as k_new.
-        cu_seqlens_q: int32 (B + 1,), of a packed q.
-        cu_seqlens_new: int32 (B + 1,), of packed k_new and v_new. Default cu_seqlens_q.
+        cu_seqlens_q: int32 (B + 1,): offsets of the sequences in a packed q.
+        cu_seqlens_new: int32 (B + 1,): offsets of the sequences in packed k_new and v_new. Default cu_seqlens_q.
         page_table: int32 (B, pages): the pages of each sequence. Or (indptr (B + 1,), pages (N,)). Entries past a
             sequence's last page are not read.
         token_table: int32 (B, keys), instead of a page table: the slot of each key, row * tokens + position (paged:
-            page * page size + position), as in DeepSeek's sparse attention. A slot outside the cache, as -1, is no key.
-            `lengths` says how many slots of a sequence count. All queries of a sequence see them.
+            page * page size + position), as in DeepSeek's sparse attention. A slot outside the cache, such as -1, is
+            not a key. `lengths` says how many slots of a sequence count. All queries of a sequence see them.
         slots: where each new token is written, row * tokens + position (paged: page * page size + position). Negative:
             it is not written. Default: after the sequence's last token.
         cache_rows: (B,): the row of a dense cache for each sequence. Default 0, 1, ...
         starts: (B,): the first valid key of each sequence, if it is padded on the left.
         rotary: a `tilewise.Rotary`, applied to k_new and q.
         qk_norm: a `tilewise.QkNorm`, applied to k_new and q before `rotary`.
-        k_scale: of a quantised k_cache: a key is the stored number times k_scale. A number, or a float32 tensor of
-            shape (), (Hk,), (B, Hk), or by token and head, (rows or pages, tokens, Hk) as the cache, which is written
-            for new tokens. For int4 also (.., Hk, 2), a scale for each half of the dims. Default 1 for float8.
-        v_scale: of a quantised v_cache, as k_scale.
+        k_scale: scale of a quantised k_cache: a key is the stored number times k_scale. A number, or a float32 tensor
+            of shape (), (Hk,), (B, Hk), or by token and head, (rows or pages, tokens, Hk) as the cache, which is
+            written for new tokens. For int4 also (.., Hk, 2), a scale for each half of the dims. Default 1 for float8.
+        v_scale: scale of a quantised v_cache, as k_scale.
         tree: mask among the draft tokens of speculative decoding: tree[b, i, j] is True if query i sees draft j, one of
             the last Sq keys of the sequence. bool (B, Sq, Sq); packed (T, drafts); or an int64 bit mask for each query.
         causal: default True. The last query of a sequence is at its last key.
@@ -94,7 +94,7 @@ def attention_kv(
             in the pages of the sequence before it. Results are the same up to rounding. Default None: nothing is
             shared. Has no effect with a left window, starts, split, mask_mod, score_mod, alibi_slopes, return_max_logit
             or scales of shape (B, Hk), nor in the backends "reference" and "hopper".
-        max_seqlen_q: the most queries of a packed sequence. Chooses a tile.
+        max_seqlen_q: the largest number of queries in a packed sequence. It is used to choose the tile.
         backend: as in `attention`.
 
     Returns:

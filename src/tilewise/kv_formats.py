@@ -115,7 +115,7 @@ def is_deepseek_fp8(cache: Tensor) -> bool:
 
 def shares_memory(k: Any, v: Any) -> bool:
     """Whether the values are the first columns of the keys of MLA, so that they are read once."""
-    if not isinstance(k, Tensor) or not isinstance(v, Tensor) or k.shape[-1] <= MAX_HEAD_DIM:
+    if not isinstance(k, Tensor) or not isinstance(v, Tensor) or k.dim() != 4 or k.shape[-1] <= MAX_HEAD_DIM:
         return False
     if k.stride() != v.stride() or k.dtype != v.dtype or not (has_address(k) and has_address(v)):
         return False
@@ -138,11 +138,13 @@ def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
         `attention_kv`, where uint8 is int4, its `.view(torch.float8_e4m3fn)`.
 
     Raises:
-        AttentionError: kv has not 576 columns of floats.
+        AttentionError: kv does not have 576 columns of floats.
     """
     if not isinstance(kv, Tensor) or kv.dim() < 1 or kv.shape[-1] != WIDTH or not kv.is_floating_point():
         found = f"{kv.dtype} {tuple(kv.shape)}" if isinstance(kv, Tensor) else type(kv).__name__
         raise AttentionError("kv of pack_mla", found, f"floats (.., {WIDTH})")
+    if not isinstance(power_of_two, bool):
+        raise AttentionError("power_of_two", type(power_of_two).__name__, "True or False")
     latent, rope = kv.float().split((LATENT, ROPE), -1)
     scale = token_scales(latent, torch.float8_e4m3fn, GROUPS)
     if power_of_two:

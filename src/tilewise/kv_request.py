@@ -28,8 +28,8 @@ class Rotary(NamedTuple):
         cos: (positions, width / 2), cosines of the angles.
         sin: (positions, width / 2), sines of the angles.
         interleaved: if True, dims 2 d and 2 d + 1 form a pair; if False (default), d and d + width / 2.
-        positions: integers of the shape of the new tokens: their positions. Default: as above. If there are as many new
-            keys as queries, it is used for both.
+        positions: integers of the shape of the new tokens: their positions. Default: as above. Used for
+            queries too if each comes with a new key: equal shapes, and cu_seqlens_new as cu_seqlens_q.
         q_positions: integers of the shape of the queries' tokens: their positions. Default: as above.
     """
 
@@ -75,8 +75,8 @@ class KvPlan(NamedTuple):
 
     Attributes:
         schedule: int64: which program computes which rows over which keys.
-        workspace: partial results.
-        lse: for calls that do not return it.
+        workspace: buffer for partial results.
+        lse: buffer for calls that do not return lse.
         shape: the shapes and options that it was made for.
         backend: the backend that made it; None under torch.compile.
     """
@@ -137,10 +137,10 @@ class KvRequest(NamedTuple):
     (C, S, Hk, D) as k and v; the score terms.
 
     `tree` (tokens of q, words) int64 has a bit for each of a sequence's last n_q keys that a query sees. `split`: keys
-    of a split, the same for every batch; None: the schedule balances the load. `max_seqlen_q`: the most queries of
-    a sequence, 0 if unknown. `k_scale` and `v_scale`: of quantised caches (kv_formats). `shared_prefix`: "auto": keys
-    in pages that consecutive sequences begin with are read once for all of them; int32 (B,): so many leading keys of
-    each sequence and the one before it.
+    of a split, the same for every batch; None: the schedule balances the load. `max_seqlen_q`: the largest number of
+    queries in a sequence, 0 if unknown. `k_scale` and `v_scale`: scales of quantised caches (kv_formats).
+    `shared_prefix`: "auto": keys in pages that consecutive sequences begin with are read once for all of them; int32
+    (B,): so many leading keys of each sequence and the one before it.
     """
 
     dense: Request

@@ -99,14 +99,14 @@ def attention_mla(
 
     Args:
         q: queries (B, Sq, H, 576), or packed (T, H, 576) with cu_seqlens_q.
-        cache: (rows, tokens, 1, 576), or with a page table (pages, page size, 1, 576), in q's dtype, float16 or
+        cache: (rows, tokens, 1, 576), or with a page table (pages, page size, 1, 576), in q's dtype, or in float16 or
             bfloat16. Or DeepSeek's fp8 format, (.., 656) in uint8 or float8_e4m3fn: see `pack_mla`.
         lengths: int32 (B,): tokens of each sequence in the cache, those of this step included. Or one int for all. With
             `indices`, how many of a query's indices count, (B,) or (B, Sq); None for all.
         page_table: as in `attention_kv`.
         indices: int32 (B, Sq, K): the slots of the keys of each query, page * page size + position, as in DeepSeek's
-            sparse attention (DSA). A slot outside the cache, as -1, is no key. There are no positions, so `causal` and
-            the page table are not used.
+            sparse attention (DSA). A slot outside the cache, such as -1, is not a key. There are no positions, so
+            `causal` and the page table are not used.
         cu_seqlens_q: as in `attention_kv`.
         cache_rows: as in `attention_kv`.
         causal: as in `attention_kv`.
@@ -135,8 +135,14 @@ def attention_mla(
     for name, x in (("page_table", page_table), ("cu_seqlens_q", cu_seqlens_q), ("cache_rows", cache_rows)):
         if x is not None:
             raise AttentionError(name, "given with indices", "None: indices are slots of the cache")
+    if not isinstance(return_lse, bool):
+        raise AttentionError("return_lse", type(return_lse).__name__, "True or False")
     if out is not None:
-        options["out"] = tensor("out", out).view(-1, 1, *out.shape[2:])
+        gap = tensor("out", out).dim() == 4 and 1 not in out.shape[:2] and out.stride(0) != out.shape[1] * out.stride(1)
+        if out.shape != (*q.shape[:3], LATENT) or gap:
+            found = f"{tuple(out.shape)} with strides {out.stride()}"
+            raise AttentionError("out", found, f"{(*q.shape[:3], LATENT)}, and with indices no gap between sequences")
+        options["out"] = out.flatten(0, 1)[:, None]
     result, lse = attention_kv(*call[:4], return_lse=True, **call.options, **options)
     result = result.view(*q.shape[:3], LATENT) if out is None else out
     return (result, by_query(lse, q)) if return_lse else result
@@ -144,12 +150,13 @@ def attention_mla(
 
 def mla_arguments(q: Tensor, cache: Tensor, lengths: Any, indices: Tensor | None) -> MlaArguments:
     """The arguments of `attention_kv`. With indices, every query is a sequence of its own."""
-    if tensor("cache", cache).element_size() == 1 and cache.shape[-1] == BYTES:
+    if tensor("cache", cache).dim() == 4 and cache.element_size() == 1 and cache.shape[-1] == BYTES:
         cache = cache.view(torch.float8_e4m3fn)
     elif cache.dim() != 4 or cache.shape[-1] != WIDTH:
         raise AttentionError("cache", f"{cache.dtype} {tuple(cache.shape)}", f"(.., .., 1, {WIDTH}), or {BYTES} bytes")
-    if tensor("q", q).shape[-1] != WIDTH:
-        raise AttentionError("head dim of q", q.shape[-1], f"{WIDTH}, as MLA's cache")
+    if tensor("q", q).dim() not in (3, 4) or q.shape[-1] != WIDTH:
+        expected = f"(B, Sq, H, {WIDTH}), or packed (T, H, {WIDTH}) with cu_seqlens_q"
+        raise AttentionError("shape of q", tuple(q.shape), expected)
     if indices is None:
         if lengths is None:
             raise AttentionError("lengths", "None", "int32 (B,), the tokens of each sequence; None only with indices")
@@ -166,6 +173,8 @@ def _index_counts(lengths: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
     """How many indices of each query count, (B Sq,)."""
     if lengths is None or isinstance(lengths, int):
         count = shape[2] if lengths is None else lengths
+        if isinstance(count, bool) or not 0 <= count < 2**31:
+            raise AttentionError("lengths", count, "0 to 2**31 - 1")
         return torch.full((shape[0] * shape[1],), count, dtype=torch.int32, device=q.device)
     if tuple(tensor("lengths", lengths).shape) not in ((shape[0],), shape[:2]):
         raise AttentionError("shape of lengths", tuple(lengths.shape), f"{shape[:1]} or {shape[:2]}, as indices")

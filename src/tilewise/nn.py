@@ -54,13 +54,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         num_heads: query heads, a divisor of embed_dim.
         dropout: probability that a softmax weight is dropped in training. Default 0.
         bias: if True, the projections have a bias.
-        add_bias_kv: must be False. Torch's module with `tilewise.replaces_sdpa` supports it.
+        add_bias_kv: must be False. If you need it, use torch's module within `tilewise.replaces_sdpa`.
         add_zero_attn: must be False, as add_bias_kv.
         kdim: width of key. Default: embed_dim.
         vdim: width of value. Default: embed_dim.
         batch_first: if True, inputs and output are (N, tokens, width). If False, (tokens, N, width).
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         num_kv_heads: KV heads, a divisor of num_heads, for grouped-query attention. Fewer than num_heads: the
             projections of key and value are smaller and have weights of their own, and the state_dict is not torch's.
             Default: num_heads.
@@ -139,12 +139,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             value: (N, S, vdim), or as query.
             key_padding_mask: (N, S), or (S,) unbatched. Bools are True where a key is hidden from all queries; floats
                 are added to the scores.
-            need_weights: if True, the weights are computed as well, apart, in O(L S) memory. Pass False to be fast.
+            need_weights: if True, the weights are computed too, in a separate pass with O(L S) memory. False is faster.
             attn_mask: (L, S) or (N * num_heads, L, S). Bools are True where a pair is hidden; floats are added to the
                 scores and differentiable.
             average_attn_weights: if True, the weights are averaged over the heads.
-            is_causal: if True and L = S, query i sees the keys up to i, and attn_mask is not read: give it or not. If
-                L and S differ, attn_mask is used and required.
+            is_causal: if True and L = S, query i sees the keys up to i, and attn_mask is not read; it may be None. If L
+                and S differ, attn_mask is used and required.
 
         Returns:
             The output, in the shape of query, and None or the weights: (N, L, S), (N, num_heads, L, S) if not averaged,

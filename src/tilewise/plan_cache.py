@@ -23,7 +23,6 @@ from .backends.registry import backward_backend, choose
 from .kv_formats import shares_memory
 from .kv_request import KV_TILE
 from .request import BackwardInputs, Request, num_differentiable
-from .torch_internals import is_eager
 
 MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
 MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
@@ -46,7 +45,8 @@ plans: PlanCache[Any] = PlanCache()
 
 
 def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *settings: Any) -> tuple[Any, ...] | None:
-    """The signature of a call of the function `name`, or None if it is not kept: traced calls, and those on a CPU.
+    """The signature of an eager call (`is_eager`) of the function `name`, or None if it is not kept: calls on a CPU,
+    and those with values of other types.
 
     Args:
         name: tells the calls of different functions apart.
@@ -54,7 +54,7 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *set
         options: the other arguments. Names that are absent have their defaults.
         settings: whatever else the result depends on.
     """
-    if not is_eager() or not TENSORS.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
+    if not TENSORS.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
         return None
     parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings]
     for key, value in options.items():
@@ -94,15 +94,16 @@ def _add(value: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
 def layouts(tensors: Sequence[Tensor]) -> list[Any]:
     """Everything that kernels depend on in tensors except their contents.
 
-    Of an address only the lowest four bits are used, because Triton specialises kernels on 16-byte alignment. Address
-    0 is a tensor without memory. If there are more than three tensors, those passed twice are recorded, because
-    `positions` compares identities. Three tensors are q, k and v, each at its own position.
+    `get_device` is the number of a GPU, and -1 for a CPU. Of an address only the lowest four bits are used, because
+    Triton specialises kernels on 16-byte alignment. Address 0 is a tensor without memory. If there are more than three
+    tensors, those passed twice are recorded, because `positions` compares identities. Three tensors are q, k and v,
+    each at its own position.
     """
     found: list[Any] = []
     for x in tensors:
         address = x.data_ptr()
         alignment = address & 15 if address else None
-        found += x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg(), alignment
+        found += x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, x.is_neg(), alignment
     if len(tensors) > 3 and len({*map(id, tensors)}) < len(tensors):
         names = [*map(id, tensors)]
         found += map(names.index, names)
@@ -159,13 +160,16 @@ class CallPlan:
         self, wanted: Sequence[bool], tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs
     ) -> Sequence[Tensor | None]:
         """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors: None for
-        the others. `wanted` begins with q, k and v, which are always computed."""
+        the others. `wanted` is about all tensors, or the first of them; q, k and v are always computed."""
         bwd_inputs = prepare_backward_inputs(bwd_inputs)
-        grads = self.backward(tensors, bwd_inputs)
-        terms = tuple(wanted[3:])
+        grads = self._run(None, tensors, bwd_inputs)
+        if len(wanted) == 3:
+            return grads
+        terms = tuple(wanted[3 : num_differentiable(self.spec)])
+        nothing = (None,) * (len(wanted) - 3 - len(terms))
         if not any(terms):
-            return *grads, *(None,) * len(terms)
-        return *grads, *at_wanted(terms, self.term_gradients(terms, tensors, bwd_inputs))
+            return *grads, *(None,) * len(terms), *nothing
+        return *grads, *at_wanted(terms, self.term_gradients(terms, tensors, bwd_inputs)), *nothing
 
     def backward(self, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs) -> Sequence[Tensor]:
         """(dq, dk, dv). The inputs are prepared (`prepare_backward_inputs`) here and below."""

@@ -87,11 +87,11 @@ class Request(NamedTuple):
         bias: (B, H, Sq, Sk), each axis possibly 1.
         sinks: (H,).
         score: the tensors of the score mod.
-        cu_q, cu_k: int32 (B + 1,), of packed sequences.
-        seed: of dropout, one int64.
+        cu_q, cu_k: int32 (B + 1,): offsets of packed sequences.
+        seed: seed of dropout, one int64.
         mask: the tensors of the mask mod.
         blocks: the tile lists of a block mask.
-        position_offsets: int32 (B, 7), of a call that is a part of a larger one: see `POSITION_OFFSETS`.
+        position_offsets: int32 (B, 7), for a call that is a part of a larger one: see `POSITION_OFFSETS`.
     """
 
     q: Tensor
@@ -110,7 +110,7 @@ class Request(NamedTuple):
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """Of out, and of the gradients of q, k and v."""
+        """The dtype of out, and of the gradients of q, k and v."""
         dtype = self.q.dtype
         return torch.promote_types(dtype, torch.float32) if self.spec.partial else dtype
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -97,8 +98,9 @@ def is_intercepted() -> bool:
 
 
 def is_eager() -> bool:
-    """Whether no tracer, dispatch mode, function transform or forward-mode derivative is active in this thread."""
-    return not (torch.compiler.is_compiling() or _modes() or _transform() is not None or is_forward_mode())
+    """Whether no tracer, dispatch mode, function transform or forward-mode derivative is active in this thread. (A
+    tracer other than Dynamo is a dispatch mode.)"""
+    return not (is_dynamo_compiling() or _modes() or _transform() is not None or is_forward_mode())
 
 
 def is_autocast(x: Any) -> bool:

@@ -91,7 +91,7 @@ def warmup(
         value_dim: the head dim of v. Default: as q and k.
         heads: number of query heads. Default 8.
         kv_heads: number of KV heads. Default: heads. Only the ratio of both matters.
-        dtype: of q, k and v, one or several. Default: torch.bfloat16.
+        dtype: dtype of q, k and v, one or several. Default: torch.bfloat16.
         packed: if True, for calls of `attention_varlen`; if False (default), of `attention`.
         backward: if True (default), the backward is compiled too.
         config: a transformers config, or a dict or the path of a JSON file with its entries. Its layers are added to

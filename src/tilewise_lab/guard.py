@@ -60,7 +60,7 @@ def span(x: Tensor) -> tuple[int, int]:
 
 
 class Watch:
-    """One launch: where it may go, and who was where."""
+    """One launch: the addresses that it may access, and which program accessed which."""
 
     def __init__(self, kernel: str, tensors: list[tuple[str, Tensor]]) -> None:
         self.kernel = kernel

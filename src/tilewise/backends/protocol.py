@@ -68,7 +68,7 @@ class Backend(Protocol):
         ...
 
     def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
-        """Tensors as of `backward`. Results: the gradients of the wanted ones among bias, sinks and the score mod's
+        """Tensors as in `backward`. Results: the gradients of the wanted ones among bias, sinks and the score mod's
         tensors, in this order."""
         ...
 
@@ -81,7 +81,7 @@ class Backend(Protocol):
         ...
 
     def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
-        """Tensors as of `backward`, then tangents of q, k and v. Results: the tangents of out, lse, dq, dk and dv, with
+        """Tensors as in `backward`, then tangents of q, k and v. Results: the tangents of out, lse, dq, dk and dv, with
         dout and dlse constant."""
         ...
 

@@ -1,5 +1,5 @@
 """flash_attn.bert_padding: from padded batches to packed sequences and back. As in flash-attn, unpadding synchronizes
-with the GPU: the number of tokens is a shape."""
+with the GPU, because the number of tokens is part of the result's shape."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Args:
         hidden_states: tokens (T, ...).
         indices: (T,) integers: where each token is in the flattened batch.
-        batch: B.
-        seqlen: S.
+        batch: the batch size B.
+        seqlen: the length S of the padded rows.
 
     Returns:
         (B, S, ...), zeros where there is no token.

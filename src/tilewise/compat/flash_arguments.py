@@ -82,7 +82,7 @@ def over_cache(
             the position of the first new key otherwise.
         rotary_lengths: the position of each sequence's first new key, if not its length in the cache.
         qv: queries that are multiplied with the values.
-        plans: of `get_scheduler_metadata`.
+        plans: plans from `get_scheduler_metadata`.
     """
     k, v = new
     rotary = rotary or {"cos": None, "sin": None}

@@ -151,7 +151,7 @@ def flash_attn_varlen_func(
         k: keys of all sequences (Tk, Hk, D). With block_table (pages, tokens of a page, Hk, D).
         v: values (Tk, Hk, Dv), or pages as k.
         cu_seqlens_q: (B + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
-        cu_seqlens_k: (B + 1,) int32: the same of keys.
+        cu_seqlens_k: (B + 1,) int32: the same for keys.
         max_seqlen_q: the largest number of queries of a sequence. Not needed: ignored.
         max_seqlen_k: the largest number of keys of a sequence. Not needed: ignored.
         dropout_p: probability that a softmax weight is dropped. Default 0.
@@ -268,8 +268,8 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Writes new keys and values into a KV cache and attends over it: `tilewise.attention_kv`. There is
-    no gradient, except for a call with none of the options of a cache.
+    """Writes new keys and values into a KV cache and attends over it: `tilewise.attention_kv`. There is a gradient only
+    if none of k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad and block_table is given.
 
     >>> import torch
     >>> cache, q = torch.zeros(2, 2, 32, 2, 16), torch.randn(2, 1, 4, 16)
@@ -280,9 +280,9 @@ def flash_attn_with_kvcache(
     Args:
         q: queries (B, Sq, H, D).
         k_cache: (rows, tokens, Hk, D), or with block_table (pages, tokens of a page, Hk, D). Written if k is given.
-        v_cache: likewise, with the head dim Dv.
+        v_cache: as k_cache, with head dim Dv.
         k: new keys (B, new, Hk, D). Default: none.
-        v: new values (B, new, Hk, Dv). Given if k is.
+        v: new values (B, new, Hk, Dv). Required if k is given.
         rotary_cos: (positions, width / 2): rotates the new keys and the queries. Default: no rotation.
         rotary_sin: as rotary_cos.
         cache_seqlens: tokens in the cache before the call: an int or (B,) int32. Default: the cache is full.

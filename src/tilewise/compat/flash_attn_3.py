@@ -108,11 +108,11 @@ def flash_attn_func(
         v: values (B, Sk, Hk, Dv).
         softmax_scale: factor of q.k. Default: 1 / sqrt(D).
         causal: if True, query i sees no key after position i + Sk - Sq (bottom-right alignment).
-        qv: queries of the values, as q with the head dim Dv: scores are q.k + qv.v. D + Dv is at most 512. Default:
-            none.
-        q_descale: FP8 is not supported: None.
-        k_descale: FP8 is not supported: None.
-        v_descale: FP8 is not supported: None.
+        qv: queries that are multiplied with the values, shaped as q but with head dim Dv: scores are q.k + qv.v. D + Dv
+            is at most 512. Default: none.
+        q_descale: must be None: FP8 is not supported.
+        k_descale: must be None: FP8 is not supported.
+        v_descale: must be None: FP8 is not supported.
         window_size: (left, right), -1 for unbounded. Default: no window.
         attention_chunk: if above 0, a query sees only the keys of its own chunk of this many tokens. Default 0.
         softcap: if above 0, a score s becomes softcap * tanh(s / softcap). Default 0.
@@ -208,7 +208,7 @@ def flash_attn_varlen_func(
         k: keys of all sequences (Tk, Hk, D).
         v: values of all sequences (Tk, Hk, Dv).
         cu_seqlens_q: (B + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
-        cu_seqlens_k: (B + 1,) int32: the same of keys.
+        cu_seqlens_k: (B + 1,) int32: the same for keys.
         max_seqlen_q: the largest number of queries of a sequence. Not needed: ignored.
         max_seqlen_k: the largest number of keys of a sequence. Not needed: ignored.
         seqused_q: (B,) integers: how many of its queries each sequence uses. The others give 0. Default: all.
@@ -240,7 +240,7 @@ def flash_attn_combine(
         lse_partial: their logsumexps (parts, B, S, H). Where it is -inf the part has no visible key, and out_partial
             counts as 0, as in flash-attn.
         out: (B, S, H, D), written with the result. Default: a new tensor.
-        out_dtype: of the result, if `out` is None. Default: that of out_partial.
+        out_dtype: dtype of the result, if `out` is None. Default: that of out_partial.
 
     Returns:
         out (B, S, H, D) and lse (B, S, H).
@@ -300,11 +300,12 @@ def flash_attn_with_kvcache(
     Args:
         q: queries (B, Sq, H, D), or with cu_seqlens_q packed (T, H, D).
         k_cache: (rows, tokens, Hk, D), or with page_table (pages, tokens of a page, Hk, D). Written if k is given.
-        v_cache: likewise, with the head dim Dv.
+        v_cache: as k_cache, with head dim Dv.
         k: new keys (B, new, Hk, D), or with cu_seqlens_k_new packed (tokens, Hk, D). Default: none.
-        v: new values, likewise. Given if k is.
-        qv: queries of the values, as q with the head dim Dv: scores are q.k + qv.v. D + Dv is at most 512. Both caches
-            are copied at every call, unless they are adjacent parts of one tensor. Default: none.
+        v: new values, as k with head dim Dv. Required if k is given.
+        qv: queries that are multiplied with the values, shaped as q but with head dim Dv: scores are q.k + qv.v. D + Dv
+            is at most 512. Both caches are copied at every call, unless they are adjacent parts of one tensor. Default:
+            none.
         rotary_cos: (positions, width / 2): rotates the new keys and the queries. Default: no rotation.
         rotary_sin: as rotary_cos.
         cache_seqlens: tokens in the cache before the call: an int or (B,) int32. Default: the cache is full.
@@ -315,9 +316,9 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new: (B + 1,) int32: the offsets of packed new keys. Default: as cu_seqlens_q.
         max_seqlen_q: the largest number of queries of a sequence. Default: T.
         rotary_seqlens: (B,) integers: the position of each sequence's first new key. Default: cache_seqlens.
-        q_descale: FP8 is not supported: None.
-        k_descale: FP8 is not supported: None.
-        v_descale: FP8 is not supported: None.
+        q_descale: must be None: FP8 is not supported.
+        k_descale: must be None: FP8 is not supported.
+        v_descale: must be None: FP8 is not supported.
         softmax_scale: factor of scores. Default: 1 / sqrt(D).
         causal: if True, query i sees no key after position i + Sk - Sq (bottom-right alignment).
         window_size: (left, right), -1 for unbounded. Default: no window.
@@ -331,7 +332,7 @@ def flash_attn_with_kvcache(
         return_softmax_lse: if True, (out, lse) is returned.
 
     Returns:
-        out as q with the head dim Dv, or (out, lse) with lse (B, H, Sq) or (H, T).
+        out, shaped as q but with head dim Dv, or (out, lse) with lse (B, H, Sq) or (H, T).
 
     Raises:
         AttentionError: an argument is not as above.

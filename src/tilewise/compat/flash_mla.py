@@ -4,7 +4,7 @@
 
 Beyond FlashMLA: any page size, 1 to 128 heads, float16 and float32, the fp8 cache without indices and indices without
 fp8. As there, the lse of a query without keys is +inf, and `attn_sink` does not change lse. Not supported: the cache of
-448 + 64 numbers, and the prefill functions (use tilewise.attention).
+448 + 64 numbers, and the dense prefill functions (use tilewise.attention).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..kv_formats import BYTES, LATENT
 from ..kv_request import KvPlan
 from ..merge import merge
 from ..mla import MlaArguments, by_query, mla_arguments
+from ..validation.arguments import tensor
 
 SAME = "the arguments of the first call with this metadata; call get_mla_metadata for others"
 
@@ -35,7 +36,7 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """Metadata for calls of `flash_mla_with_kvcache` with the same shapes and lengths, as those of a step's layers.
+    """Metadata for calls of `flash_mla_with_kvcache` with the same shapes and lengths, such as the layers of one step.
 
     Args:
         args: not used, as in FlashMLA.
@@ -69,13 +70,13 @@ def flash_mla_with_kvcache(
 
     Args:
         q: (B, Sq, H, 576).
-        k_cache: (blocks, block size, 1, 576), or 656 bytes with is_fp8_kvcache.
-        block_table: int32 (B, blocks). Not used with indices.
-        cache_seqlens: int32 (B,). Not used with indices.
-        head_dim_v: 512.
-        tile_scheduler_metadata: from `get_mla_metadata`.
-        num_splits: None.
-        softmax_scale: default 1 / sqrt(576).
+        k_cache: (blocks, block size, 1, 576), or (blocks, block size, 1, 656) bytes with is_fp8_kvcache.
+        block_table: int32 (B, blocks): the blocks of each sequence. Not used with indices.
+        cache_seqlens: int32 (B,): tokens of each sequence in the cache. Not used with indices.
+        head_dim_v: must be 512.
+        tile_scheduler_metadata: the first result of `get_mla_metadata`.
+        num_splits: must be None, the second result of `get_mla_metadata`.
+        softmax_scale: factor of q.k. Default 1 / sqrt(576).
         causal: whether a query sees only the keys up to its own; the last query is at the last key.
         is_fp8_kvcache: whether k_cache has DeepSeek's fp8 format.
         indices: int32 (B, Sq, topk): block * block size + offset, -1 for none.
@@ -103,8 +104,12 @@ def flash_mla_with_kvcache(
         call = mla_arguments(q, k_cache, cache_seqlens, None)
         options |= {"page_table": block_table, "causal": causal}
     else:
-        if causal:
-            raise AttentionError("causal", True, "False with indices, which say what a query sees")
+        if causal is not False:
+            raise AttentionError(
+                "causal",
+                type(causal).__name__ if not isinstance(causal, bool) else True,
+                "False with indices, which say what a query sees",
+            )
         call = mla_arguments(q, k_cache, topk_length, indices)
         options |= {"causal": False}
     _plan(meta, call, options, (q.shape, k_cache.shape[1:], k_cache.dtype, causal, indices is None))
@@ -134,14 +139,15 @@ def flash_mla_sparse_fwd(
     Args:
         q: (Sq, H, 576).
         kv: (Skv, 1, 576).
-        indices: int32 (Sq, 1, topk). Outside [0, Skv): none.
+        indices: int32 (Sq, 1, topk): the tokens of each query. An index outside [0, Skv) is ignored.
         sm_scale: factor of q.k.
-        d_v: 512.
+        d_v: must be 512.
         attn_sink: float32 (H,), as in `flash_mla_with_kvcache`.
         topk_length: int32 (Sq,): how many indices of a query count.
 
     Returns:
-        (out, max_logits, lse): (Sq, H, 512), (Sq, H), (Sq, H). Both in natural units, without the sink.
+        (out, max_logits, lse): (Sq, H, 512), (Sq, H), (Sq, H). max_logits and lse are in natural units (base e),
+        without the sink.
 
     Raises:
         AttentionError: an argument is not as above.
@@ -170,8 +176,10 @@ def flash_mla_sparse_fwd(
 
 
 def _check(head_dim_v: int, cache: Tensor, is_fp8: bool, name: str = "k_cache") -> None:
-    if head_dim_v != LATENT:
-        raise AttentionError("head_dim_v", head_dim_v, str(LATENT))
+    if not isinstance(head_dim_v, int) or head_dim_v != LATENT:
+        raise AttentionError("head_dim_v", head_dim_v if isinstance(head_dim_v, int) else type(head_dim_v), str(LATENT))
+    if not isinstance(is_fp8, bool):
+        raise AttentionError("is_fp8_kvcache", type(is_fp8).__name__, "True or False")
     if not isinstance(cache, Tensor) or cache.dim() != 4 or (cache.shape[-1] == BYTES) != is_fp8 or cache.shape[2] != 1:
         found = f"{cache.dtype} {tuple(cache.shape)}" if isinstance(cache, Tensor) else type(cache).__name__
         expected = f"(blocks, block size, 1, {BYTES}) bytes with is_fp8_kvcache=True, (.., 576) without"
@@ -205,7 +213,7 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
     """out (B, Sq, H, 512) times exp(lse) / (exp(lse) + exp(sink)); a query without keys keeps 0."""
     if sink is None:
         return out
-    if tuple(sink.shape) != (out.shape[2],):
+    if tuple(tensor("attn_sink", sink).shape) != (out.shape[2],):
         raise AttentionError("shape of attn_sink", tuple(sink.shape), f"({out.shape[2]},), one for each head")
     factor = torch.sigmoid((lse - sink[:, None]).nan_to_num(0.0, torch.inf, -torch.inf)).transpose(1, 2)[..., None]
     return (out * factor).to(out.dtype)

@@ -25,11 +25,11 @@ def _joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """(-second, first) of each pair of dims.
+    """Each pair of dims (first, second) becomes (-second, first).
 
     Args:
-        x: any tensor with an even last axis.
-        interleaved: neighbouring dims form a pair; otherwise d and d + D / 2 do.
+        x: any tensor whose last axis has an even length.
+        interleaved: if True, neighbouring dims form a pair; if False, d and d + D / 2 do.
 
     Returns:
         A tensor of the same shape.
@@ -47,7 +47,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     Args:
         x: (B, S, H, D).
         cos: (S, width / 2) or (B, S, width / 2).
-        sin: the same shape.
+        sin: as cos.
         interleaved: as in `rotate_half`.
 
     Returns:
@@ -87,13 +87,13 @@ def apply_rotary(
     Args:
         x: (B, S, H, D), or (T, H, D) with cu_seqlens.
         cos: (positions, width / 2), width <= D.
-        sin: the same shape.
+        sin: as cos.
         seqlen_offsets: an int or (B,): the position of the first token of each sequence.
         cu_seqlens: (B + 1,): where packed sequences begin and end.
-        max_seqlen: not needed here.
+        max_seqlen: ignored.
         interleaved: as in `rotate_half`.
-        inplace: the result is written into x.
-        conjugate: rotates in the other direction.
+        inplace: if True, the result is written into x.
+        conjugate: if True, rotates in the other direction.
 
     Returns:
         A tensor of the shape and dtype of x; x itself if inplace.
@@ -128,12 +128,12 @@ def apply_rotary_emb(
     Args:
         x: (B, S, H, D), or (T, H, D) with cu_seqlens.
         cos: (positions, width / 2), width <= D.
-        sin: the same shape.
+        sin: as cos.
         interleaved: as in `rotate_half`.
-        inplace: the result is written into x.
+        inplace: if True, the result is written into x.
         seqlen_offsets: an int or (B,): the position of the first token of each sequence.
         cu_seqlens: (B + 1,): where packed sequences begin and end.
-        max_seqlen: not needed here.
+        max_seqlen: ignored.
 
     Returns:
         A tensor of the shape and dtype of x; x itself if inplace.
@@ -159,18 +159,18 @@ def apply_rotary_emb_qkv_(
     Args:
         qkv: (B, S, 3, H, D), or (B, S, Hq + 2 Hk, D) with num_heads_q.
         cos: (positions, width / 2).
-        sin: the same shape.
-        cos_k: another table for K (XPos).
-        sin_k: another table for K.
+        sin: as cos.
+        cos_k: cos for K, if it differs (XPos). Default: cos.
+        sin_k: sin for K, if it differs. Default: sin.
         interleaved: as in `rotate_half`.
-        seqlen_offsets: an int or (B,).
-        num_heads_q: Hq.
+        seqlen_offsets: as in `apply_rotary`.
+        num_heads_q: the number Hq of query heads, for a qkv with four axes.
 
     Returns:
         qkv.
 
     Raises:
-        AttentionError: qkv has another shape.
+        AttentionError: qkv does not have one of these shapes.
     """
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, _ = qkv.unbind(2)
@@ -200,9 +200,9 @@ def apply_rotary_emb_kv_(
     Args:
         kv: (B, S, 2, H, D).
         cos: (positions, width / 2).
-        sin: the same shape.
+        sin: as cos.
         interleaved: as in `rotate_half`.
-        seqlen_offsets: an int or (B,).
+        seqlen_offsets: as in `apply_rotary`.
 
     Returns:
         kv.
@@ -216,12 +216,12 @@ class RotaryEmbedding(torch.nn.Module):
 
     Args:
         dim: dims of a head that are rotated.
-        base: of the frequencies base^(-2 i / dim).
+        base: base of the frequencies base^(-2 i / dim).
         interleaved: as in `rotate_half`.
-        scale_base: XPos if given: queries are scaled by s_i^((t - n / 2) / scale_base) for position t of n, keys by
-            its inverse, s_i = (2 i + 0.4 dim) / (1.4 dim).
+        scale_base: XPos if given: at position t of n, queries are multiplied by s_i^((t - n // 2) / scale_base) and
+            keys by the reciprocal, with s_i = (2 i + 0.4 dim) / (1.4 dim).
         pos_idx_in_fp32: not used; positions are always in float32.
-        device: of the frequencies.
+        device: device of the frequencies.
     """
 
     def __init__(
@@ -271,15 +271,15 @@ class RotaryEmbedding(torch.nn.Module):
         Args:
             qkv: as in `apply_rotary_emb_qkv_`; with kv, Q alone, (B, S, H, D).
             kv: (B, S, 2, H, D).
-            seqlen_offset: an int or (B,), as `seqlen_offsets` above.
-            max_seqlen: positions of the tables. Required with a tensor of offsets, unless tables are known.
+            seqlen_offset: as seqlen_offsets in `apply_rotary`.
+            max_seqlen: positions of the tables. Required with a tensor of offsets, unless an earlier call made tables.
             num_heads_q: as in `apply_rotary_emb_qkv_`.
 
         Returns:
             qkv, or (q, kv).
 
         Raises:
-            AttentionError: offsets are a tensor and max_seqlen is not known.
+            AttentionError: offsets are a tensor, max_seqlen is None and no earlier call made tables.
         """
         n = max_seqlen
         if n is None and isinstance(seqlen_offset, int):

@@ -1,7 +1,7 @@
 """xformers.ops.memory_efficient_attention and its bias classes, computed by tilewise.
 
 The biases may be xformers' own (of 0.0.35; with others it warns once), known by their names, or those of this module,
-for where xformers is not installed. Pages and what else cannot be honoured raise.
+for where xformers is not installed. Paged biases, and any others that are not supported, raise AttentionError.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def memory_efficient_attention(
         p: probability that a softmax weight is dropped. Default 0.
         scale: factor of the scores. Default: 1 / sqrt(K).
         op: a kernel of xformers: ignored.
-        output_dtype: of the result. Default: that of query.
+        output_dtype: dtype of the result. Default: that of query.
 
     Returns:
         A tensor with the axes of query and the last size of value.

@@ -21,7 +21,7 @@ class SeqInfo:
 
     Attributes:
         seqstart: (sequences + 1,) int32: their offsets.
-        seqstart_py: the same as ints.
+        seqstart_py: seqstart as a list of ints.
         seqlen: (sequences,) int32: how many tokens of each are used. Default None: all.
     """
 
@@ -118,7 +118,7 @@ class LocalAttentionFromBottomRightMask:
 
 @dataclass
 class BlockDiagonalMask:
-    """Sequences one after the other, each seeing itself.
+    """Sequences one after the other, each of which sees only itself.
 
     >>> from tilewise.compat.xformers import memory_efficient_attention
     >>> texts = [torch.randn(1, 3, 4, 16), torch.randn(2, 5, 4, 16)]

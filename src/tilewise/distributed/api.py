@@ -33,7 +33,7 @@ def use(plan: Plan | None) -> Iterator[Plan | None]:
     of a model that is not sharded, such as a vision tower.
 
     Args:
-        plan: of `tilewise.distributed.plan`, or None.
+        plan: a plan from `tilewise.distributed.plan`, or None.
 
     Yields:
         The plan.
@@ -76,9 +76,9 @@ def attention(
     Args:
         q: (B, tokens of this rank, heads, dim), as `plan.shard` returns it. Packed documents: (tokens, heads, dim), or
             with a batch of 1.
-        k: likewise, with KV heads.
-        v: likewise, with KV heads.
-        plan: default: the plan of `use`.
+        k: as q, with KV heads.
+        v: as q, with KV heads.
+        plan: the plan. Default: that of `use`.
         layout: "bshd", or "bhsd" for (B, heads, tokens, dim).
         options: as in `tilewise.attention`. causal and window, if given, must be the plan's (`plan.banded` returns
             a plan with another band). A bias has this rank's rows and the columns of all tokens, in the order of the
@@ -120,9 +120,9 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
 
     Args:
         q: (B, all tokens, heads, dim); packed documents as in `attention`.
-        k: likewise, with KV heads.
-        v: likewise, with KV heads.
-        plan: for a number of ranks.
+        k: as q, with KV heads.
+        v: as q, with KV heads.
+        plan: a plan made for a number of ranks.
         options: as in `attention`.
 
     Returns:

@@ -128,7 +128,8 @@ def refusal(estimate: Estimate, heads: int, gpu_memory: int) -> str | None:
 
 
 def advised(estimates: Iterable[AnyEstimate]) -> AnyEstimate:
-    """The fastest that can run. One that is slower within TOLERANCE is preferred if it needs less memory by as much."""
+    """The plan to use, among those that can run: of the plans that take at most TOLERANCE times the shortest time, and
+    at most TOLERANCE times the least memory of these, the fastest."""
     estimates = list(estimates)
     able = [x for x in estimates if x.refusal is None] or estimates
     least = min(x.time for x in able)
@@ -216,8 +217,7 @@ def _ring(plan: Partition, machine: Machine, shape: Shape, tiles: Tensor, rows: 
 
 
 def _gather(plan: Partition, machine: Machine, shape: Shape, tiles: Tensor, rows: Tensor, backward: bool) -> Any:
-    """The same as of `_ring`, for keys that are sent all at once (halo, allgather), or results that are merged in a
-    tree."""
+    """As `_ring`, for keys that are sent all at once (halo, allgather), or results that are merged in a tree."""
     n = plan.ring_size
     wanted = torch.zeros(n, n, dtype=torch.float64)  # rows of column s that row g is sent
     if plan.strategy == "halo":

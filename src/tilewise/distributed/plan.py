@@ -52,7 +52,7 @@ class Plan(Partition):
         mask: a mask mod for all calls, or None.
         group: the process group, or None.
         node: number of ranks that share fast links.
-        number: by which the registered ops know the plan.
+        number: number by which the registered ops know the plan.
     """
 
     mask: Mod | None = None
@@ -87,8 +87,8 @@ class Plan(Partition):
         """The indices in the whole sequence of the tokens that a rank holds.
 
         Args:
-            rank: default: this process's.
-            device: of the result. Default: the CPU.
+            rank: number of a rank. Default: that of this process.
+            device: device of the result. Default: the CPU.
 
         Returns:
             (tokens of the rank,) int64.
@@ -105,8 +105,8 @@ class Plan(Partition):
         tensor([1, 7])
 
         Args:
-            rank: default: this process's.
-            device: of the result. Default: the CPU.
+            rank: number of a rank. Default: that of this process.
+            device: device of the result. Default: the CPU.
 
         Returns:
             (tokens of the rank,) int64.
@@ -123,9 +123,9 @@ class Plan(Partition):
         tensor([0, 1, 6, 7])
 
         Args:
-            tensors: with all tokens along `dim`.
+            tensors: tensors with all tokens along `dim`.
             dim: the dimension of tokens.
-            rank: default: this process's.
+            rank: number of a rank. Default: that of this process.
 
         Returns:
             A tensor for one, a tuple for several.
@@ -172,7 +172,7 @@ class Plan(Partition):
             tokens: all tokens, along `dim`.
             dim: the dimension of tokens.
             ignore: the label at the end of each document.
-            rank: default: this process's.
+            rank: number of a rank. Default: that of this process.
 
         Returns:
             The labels of the rank's tokens.
@@ -200,7 +200,7 @@ class Plan(Partition):
             A plan, whose strategy may differ.
 
         Raises:
-            AttentionError: `window` is not two ints >= 0 or None.
+            AttentionError: `window` is neither None nor a pair, each an int >= 0 or None.
         """
         band = band_of(causal, window)
         return self if band == self.band else replan(self, band=band)
@@ -219,7 +219,7 @@ class Plan(Partition):
             The times, traffic and memory of each rank. `print` shows a summary.
 
         Raises:
-            AttentionError: the machine is unknown, or the heads are not at least 1 and a multiple of kv_heads.
+            AttentionError: the machine is unknown, a size is less than 1, or heads is not a multiple of kv_heads.
         """
         from tilewise_lab.costs.context_parallel import simulate
 
@@ -259,7 +259,7 @@ def plan(
         mesh: a DeviceMesh (two dimensions: nodes, and the GPUs of a node), a ProcessGroup, None for the default group;
             or a number of ranks, for `simulate` and `rehearse`.
         seqlen: length of the sequence. Need not be divisible by anything.
-        cu_seqlens: instead: the boundaries of packed documents, as in `attention_varlen`.
+        cu_seqlens: instead of seqlen: the boundaries of packed documents, as in `attention_varlen`.
         causal: as in `attention`, over the whole sequence.
         window: as in `attention`, over the whole sequence.
         mask: a mask mod for every call, as `attention`'s mask_mod.
@@ -277,7 +277,7 @@ def plan(
         layout: which tokens a rank holds: "contiguous", "zigzag", "striped" or "document".
             "auto" is "zigzag" for causal, "contiguous" for windows and full attention, "document" for packed documents.
         heads: number of query heads, for "auto". Default: 32.
-        queries: of strategy "tree".
+        queries: number of queries of strategy "tree".
         node: number of ranks that share fast links. Default: from a mesh of two dimensions, else 8.
 
     Returns:

@@ -48,10 +48,10 @@ def check(
             Attention within it finds the plan in use. It must be deterministic. None: attention itself.
         inputs: whole tensors, the same on every rank, tokens along dim 1.
         layers: how many layers of attention the model has.
-        tolerance: of the difference from one rank, relative to the largest output.
+        tolerance: tolerance of the difference from one rank, relative to the largest output.
         probes: how many tokens are perturbed.
-        seed: of the tokens, and of the random inputs of attention itself.
-        options: of attention itself.
+        seed: seed of the choice of tokens, and of the random inputs of attention itself.
+        options: options of attention itself.
 
     Returns:
         The largest difference from one rank, relative to the largest output, and the tokens that were perturbed.

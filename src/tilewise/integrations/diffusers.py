@@ -57,7 +57,7 @@ def attention(
         scale: as in `scaled_dot_product_attention`.
         enable_gqa: as in `scaled_dot_product_attention`.
         return_lse: must be False: diffusers' context parallelism is not supported.
-        _parallel_config: must be None, likewise.
+        _parallel_config: must be None: diffusers' context parallelism is not supported.
 
     Returns:
         (B, Sq, H, Dv).

@@ -57,8 +57,8 @@ class Mask(BlockMask):
     keys: how many of the keys take part, or None for all (the rest of a static cache is not written yet).
     window: (before, after) of `tilewise.attention`, for the keys that take part.
     mod: a mask mod, or None.
-    segments: of a padded batch, offsets of its rows' pieces, queries and keys, for `attention_varlen`; or None.
-    plan: of a model in `tilewise.distributed.use`, the plan of layers with this mask, whose window and mod are then of
+    segments: for a padded batch, the offsets of its rows' pieces, of queries and keys, for `attention_varlen`; or None.
+    plan: for a model in `tilewise.distributed.use`, the plan of layers with this mask, whose window and mod are then of
         the whole sequence; or None. `checked`: whether positions have been compared with the plan's, or need not be.
     """
 

@@ -54,9 +54,9 @@ class Step:
         lengths: tokens of each sequence, with the new ones.
         cu_seqlens_q: offsets of the queries.
         page_table: the pages of each sequence.
-        max_seqlen_q: the most queries of one sequence.
+        max_seqlen_q: the largest number of queries of one sequence.
         backend: as in `attention_kv`, on a GPU.
-        memory: as of `Plans`.
+        memory: as in `Plans`.
     """
 
     def __init__(

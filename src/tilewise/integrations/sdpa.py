@@ -50,8 +50,8 @@ def scaled_dot_product_attention(
         value: (..., Hk, S, Ev).
         attn_mask: broadcasts to (..., H, L, S). Bools are True where a pair is visible; floats are added to the scores
             and differentiable. Or torch's CausalBias. Default: none. Not with is_causal.
-        dropout_p: probability that a softmax weight is dropped. Drawn from torch's generator; other pairs are dropped
-            than by torch's kernels. Default 0.
+        dropout_p: probability that a softmax weight is dropped. The random numbers come from torch's generator, but
+            torch's kernels drop other pairs. Default 0.
         is_causal: if True, query i sees the keys up to i (top-left alignment, as in torch).
         scale: factor of the scores. Default: 1 / sqrt(E).
         enable_gqa: must be True if the numbers of heads differ. H is a multiple of Hk.
@@ -210,9 +210,10 @@ def replace_sdpa(*, recognise: bool = False) -> None:
         tilewise.replace_sdpa()
         import timm, x_transformers, ...
 
-    Replaced are the function in torch.nn.functional, also where modules have imported it by name, and so
-    torch.nn.MultiheadAttention and TransformerEncoderLayer, whose fused evaluation is turned off. Calls that tilewise
-    does not support raise AttentionError. Functions that torch.compile has compiled before keep torch's.
+    It replaces the function in torch.nn.functional, also where modules have imported it by name.
+    torch.nn.MultiheadAttention and TransformerEncoderLayer then use it too, and their fused evaluation is turned off.
+    Calls that tilewise does not support raise AttentionError. Functions that torch.compile has compiled before keep
+    torch's.
 
     Args:
         recognise: as in `scaled_dot_product_attention`.

@@ -15,8 +15,9 @@ from .kv_steps import Step
 class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
     """Decoding and prefill over SGLang's pool of tokens, in pages of the server's page size.
 
-    `init_forward_metadata_in_graph` writes the lengths and tables of a step on the device; a CUDA graph records it with
-    the layers. The host reads no length.
+    The lengths and tables of a step are written on the device; the host reads no length. A CUDA graph of decoding reads
+    them from `graph_memory`, which is written before every replay: SGLang may change `req_to_token` for the next batch
+    as soon as the replay has started.
     """
 
     needs_cpu_seq_lens = False
@@ -31,22 +32,23 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
             raise AttentionError(
                 "the KV pool", "a hybrid pool with separate memory for windows", "--disable-hybrid-swa-memory"
             )
-        self.buffers: tuple[Tensor, Tensor] | None = None
+        self.graph_memory: tuple[Tensor, Tensor, Tensor] | None = None
         self.forward_metadata: Step | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.buffers = self._empty(max_bs, self.req_to_token.shape[1])
+        self.graph_memory = self._empty(max_bs, self.req_to_token.shape[1])
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
 
-    def _empty(self, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Lengths, and a page table for this many tokens of each sequence."""
+    def _empty(self, batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Lengths, a page table for this many tokens of each sequence, and offsets of one query each."""
         new = self.req_to_token.new_zeros
-        return new(batch, dtype=torch.int32), new((batch, -(-tokens // self.page)), dtype=torch.int32)
+        table = new((batch, -(-tokens // self.page)), dtype=torch.int32)
+        return new(batch, dtype=torch.int32), table, torch.arange(batch + 1, dtype=torch.int32, device=table.device)
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Allocates what a step needs, which is written in the graph. Tensors of a graph are kept for its replays."""
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """The step of a forward that is not a CUDA graph."""
         mode, batch = forward_batch.forward_mode, forward_batch.batch_size
         if mode.is_idle():
             self.forward_metadata = None
@@ -55,31 +57,34 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
             raise AttentionError(
                 "the step", "one that verifies drafts", "decoding or prefill: tree masks are not supported"
             )
-        if in_capture:
-            assert self.buffers is not None, "init_cuda_graph_state comes first"
-            lengths, table = (x[:batch] for x in self.buffers)
-        else:
-            known = forward_batch.seq_lens_cpu
-            longest = self.req_to_token.shape[1] if known is None else max([*known.tolist(), 1])
-            lengths, table = self._empty(batch, longest)
-        if mode.is_decode():
-            cu, most = torch.arange(batch + 1, dtype=torch.int32, device=lengths.device), 1
-        else:
-            cu, most = lengths.new_zeros(batch + 1), max([*forward_batch.extend_seq_lens_cpu, 0])
-        self.forward_metadata = Step(lengths, cu, table, most)
+        known, most = forward_batch.seq_lens_cpu, 1
+        longest = self.req_to_token.shape[1] if known is None else max([*known.tolist(), 1])
+        lengths, table, cu = self._empty(batch, longest)
+        if not mode.is_decode():
+            cu[1:].copy_(forward_batch.extend_seq_lens.cumsum(0))
+            most = max([*forward_batch.extend_seq_lens_cpu, 0])
+        self._begin(forward_batch, lengths, table, cu, most)
 
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        step = self.forward_metadata
-        if step is None:
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """The step of a CUDA graph, before its capture and before each of its replays."""
+        mode, batch = forward_batch.forward_mode, forward_batch.batch_size
+        if mode.is_idle():
+            self.forward_metadata = None
             return
-        table = step.options["page_table"]
-        step.lengths.copy_(forward_batch.seq_lens)
+        if not mode.is_decode():
+            raise AttentionError("a CUDA graph", f"one of the mode {mode.name}", "decoding, or prefill in pieces")
+        assert self.graph_memory is not None, "init_cuda_graph_state comes first"
+        lengths, table, cu = self.graph_memory
+        self._begin(forward_batch, lengths[:batch], table[:batch], cu[: batch + 1], 1)
+
+    def _begin(self, forward_batch: Any, lengths: Tensor, table: Tensor, cu: Tensor, most: int) -> None:
+        """Fills the lengths and the table of a step, whose attention the layers compute next."""
+        lengths.copy_(forward_batch.seq_lens)
         first = self.req_to_token[:, :: self.page][:, : table.shape[1]]  # of every page, the slot of its first token
         table.copy_(first.index_select(0, forward_batch.req_pool_indices))
         if self.page > 1:
             table.floor_divide_(self.page)
-        if not forward_batch.forward_mode.is_decode():
-            step.options["cu_seqlens_q"][1:].copy_(forward_batch.extend_seq_lens.cumsum(0))
+        self.forward_metadata = Step(lengths, cu, table, most)
 
     def forward_decode(
         self,

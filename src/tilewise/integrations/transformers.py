@@ -51,8 +51,8 @@ def register(*, look: bool = True) -> None:
 def serve(model: Any) -> Any:
     """Use tilewise for a model's continuous batching (`generate_batch`, `continuous_batching_context_manager`).
 
-    transformers 5.17 takes "paged|tilewise". 5.22 takes no registered name but one with "flash" in it, and where such a
-    name is set by `set_attn_implementation` it looks for that kernel on the Hub; so here it is set in the config.
+    transformers 5.17 takes "paged|tilewise". Since 5.22 it accepts a registered name only if that contains "flash";
+    `set_attn_implementation` would look for a kernel of that name on the Hub, so the name is set in the config.
 
     Args:
         model: a transformers model. Its config is changed.
@@ -97,7 +97,7 @@ def attention_forward(
         key: (B, Hk, Sk, D).
         value: (B, Hk, Sk, Dv).
         attention_mask: the mask that tilewise made for transformers, or a tensor that broadcasts to (B, H, Sq, Sk):
-            bools (True is visible) or floats (added). None: the layer is causal or not, without padding.
+            bools (True is visible) or floats (added). None: no padding; the layer decides whether it is causal.
         dropout: probability that a softmax weight is dropped.
         scaling: factor of the scores. Default: 1 / sqrt(D).
         is_causal: whether the layer is causal. Default: what the module says.

@@ -31,8 +31,8 @@ class BlockMask(NamedTuple):
     Attributes:
         mod: the mask mod.
         lists: offsets of the rows (B H Tq + 1,), their tiles, offsets of the columns (B H Tk + 1,), their tiles; all
-            int32. A tile is 4 * position + its kind: 1 the mod hides some of its pairs, 2 only the band does, 3 nothing
-            does.
+            int32. A tile is 4 * position + its kind. Kind 1: the mod hides some of its pairs; 2: only causal or window
+            does; 3: none are hidden.
         block: (queries, keys) of a tile.
         shape: (B, H, n_q, n_k). B or H is 1 where the mask is the same for all. For packed sequences n_q and n_k are
             the largest lengths.
@@ -168,9 +168,9 @@ def block_mask(
             [0, 0, 0, 2]], dtype=torch.int8)
 
     Most tiles of documents, windows and trees are known to be empty or full from the bounds of what the mod compares;
-    it is evaluated for the pairs of the others, some tiles at a time: O(tiles) memory. While decoding,
-    `block_mask(mod, 1, n_k)` makes the tiles of the newest query alone (mods that read `q_pos` give the same rows as in
-    the whole sequence).
+    the mod is evaluated only for the pairs of the remaining tiles, some tiles at a time: O(tiles) memory. While
+    decoding, `block_mask(mod, 1, n_k)` makes the tiles of the newest query alone (mods that read `q_pos` give the same
+    rows as in the whole sequence).
 
     Args:
         mod: a mask mod with its tensors bound, or a plain function f(b, h, q_idx, kv_idx).
@@ -268,8 +268,8 @@ def block_mask_varlen(
              [0, 0, 0]]], dtype=torch.int8)
 
     Every sequence has its own tiles, counted from its first token. Making the mask reads the lengths on the host, once;
-    the calls that use it do not. It is for these sequences alone: with other ones a call on a CPU raises, and so does
-    `tilewise.check` on a GPU.
+    the calls that use it do not. It is for these sequences alone: with other lengths, a call raises on a CPU; on a GPU
+    only `tilewise.check` reads the lengths and raises.
 
     Args:
         mod: as in `block_mask`.
@@ -284,7 +284,8 @@ def block_mask_varlen(
         The block mask, for the option mask_mod of `attention_varlen`, on the device of cu_seqlens_q.
 
     Raises:
-        AttentionError: as in `block_mask`; or the offsets are not integers with one axis and as many sequences each.
+        AttentionError: as in `block_mask`; or the offsets are not integer tensors of one axis, or do not have the same
+            number of sequences, at least 1.
     """
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(x, Tensor) or x.dim() != 1 or x.is_floating_point():

@@ -131,7 +131,8 @@ def prefix_lm(b, h, q_idx, kv_idx, prefix, *, q_pos):  # type: ignore[no-untyped
 
 @mask_mod
 def window_with_globals(b, h, q_idx, kv_idx, width, global_tokens, *, q_pos):  # type: ignore[no-untyped-def]
-    """Keys within `width` of the query, and all pairs of which one is in the first `global_tokens` tokens.
+    """Keys within `width` of the query, and all pairs in which the query or the key is one of the first `global_tokens`
+    tokens.
 
     >>> window_with_globals(1, 1)(0, 0, torch.tensor([4]), torch.arange(7)).int()
     tensor([1, 0, 0, 1, 1, 1, 0], dtype=torch.int32)
@@ -215,13 +216,13 @@ def block_diagonal(b, h, q_idx, kv_idx, block, *, q_pos):  # type: ignore[no-unt
 
 @mask_mod
 def strided_sparse(b, h, q_idx, kv_idx, stride, *, q_pos):  # type: ignore[no-untyped-def]
-    """Causal: the last `stride` keys, and every stride-th key before them (Sparse Transformer).
+    """Causal: the last `stride` keys, and before them the keys at stride - 1, 2 stride - 1, ... (Sparse Transformer).
 
     >>> strided_sparse(3)(0, 0, torch.tensor([7]), torch.arange(9)).int()
     tensor([0, 0, 1, 0, 0, 1, 1, 1, 0], dtype=torch.int32)
 
     Args:
-        stride: int >= 1, the number of the last keys, and the distance between the keys before them.
+        stride: int >= 1, how many of the last keys are seen, and the distance between the seen keys before them.
 
     Returns:
         A mask mod.

@@ -70,7 +70,7 @@ def dropout_mask(
         n_k: number of keys.
         p: the probability that a weight is dropped, 0 <= p < 1.
         seed: as in `attention`: an int of 64 bits, or an int64 tensor of one element.
-        device: of the result. Default: the CPU.
+        device: device of the result. Default: the CPU.
 
     Returns:
         A bool tensor (batch, heads, n_q, n_k), True where the weight is kept.

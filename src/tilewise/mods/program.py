@@ -54,7 +54,7 @@ class Program:
 
     @cached_property
     def sites(self) -> list[tuple[Expr, Expr]]:
-        """Every load of a float tensor, with the derivative of the program by it."""
+        """Every load of a float tensor, with the derivative of the program with respect to it."""
         loads = [x for x in expr.nodes(self.root) if x.op == "load" and x.kind == "float"]
         return [(x, derivative(self.root, x)) for x in loads]
 

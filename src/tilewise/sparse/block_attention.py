@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..autograd import first_order
 from ..backends.common.gpu import Gpu, gpu_of
 from ..ops.dense import registered
 from ..request import Request, Spec, arguments
@@ -35,10 +36,14 @@ FUSED = (
 )  # backends whose small blocks have kernels of their own; "auto" when these have been compared on a GPU
 
 
+FIRST_ORDER = "one of moba or nsa", "first derivatives; tilewise.attention with a mask_mod has second ones"
+
+
 class Sorted(NamedTuple):
     """The choices of blocks, sorted by KV head and block: the packed sequences that the queries and the blocks are.
 
-    A line is a token and one of the C choosers of a token: its heads, or its KV heads. lines: of each choice, (count,);
+    A line is a token and one of the C choosers of a token: its heads, or its KV heads.
+    lines: the line of each choice, (count,);
     positions: the choices of each line, (T C, most), `count` where there is none; cu_q, cu_k.
     """
 
@@ -112,6 +117,7 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, starts: Tensor, sizes: Sizes) -> Tensor:
         lists: Any = ()
+        chosen = chosen if q.shape[0] else None
         if chosen is not None and _is_fused(q, v, chosen.shape[1], sizes):
             lists = _with_own(chosen, k, starts, sizes)
             numbers = _choices_of(q, lists, starts, sizes)
@@ -133,24 +139,34 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, out, lse, starts, *lists = ctx.saved_tensors
-        sizes, dout = ctx.sizes, dout.contiguous()
         choices = Sorted(*lists) if lists else None
-        if choices is not None and _is_fused(q, v, choices.positions.shape[0] // q.shape[0], sizes):
-            saved = [dout, lse, torch.ops.tilewise_sparse.row_dots(out, dout)]
-            numbers = _choices_of(q, choices, starts, sizes)
-            part, dk, dv = torch.ops.tilewise_sparse.block_parts_backward(saved, q, k, v, *numbers)
-            dq = combined(None, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
-            return dq, dk, dv, None, None, None
-        own = _own_blocks(q, k, v, starts, sizes, sizes.spec._replace(partial=True))
-        own_out, own_lse, own_dout = (_by_block(x, sizes) for x in (out, lse, dout))
-        grads = registered("backward")(own_out, own_lse.transpose(-1, -2).contiguous(), own_dout, None, *arguments(own))
-        dq, dk, dv = (g.reshape(x.shape) for g, x in zip(grads, (q, k, v), strict=True))
-        if choices is not None:
-            part, *others = _part_gradients((q, k, v), (out, lse, dout), choices, sizes)
-            base = dq.reshape(len(choices.positions), -1, q.shape[2])
-            dq = combined(base, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
-            dk, dv = (a + b for a, b in zip((dk, dv), others, strict=True))
-        return *(g.to(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), None, None, None
+        with torch.no_grad():
+            grads = _gradients((q, k, v), (out, lse, dout.contiguous()), choices, starts, ctx.sizes)
+        return *first_order(FIRST_ORDER, grads, q, k, v, dout), None, None, None
+
+
+def _gradients(
+    inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], choices: Sorted | None, starts: Tensor, sizes: Sizes
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv. `saved`: out, lse and dout."""
+    q, k, v = inputs
+    out, lse, dout = saved
+    if choices is not None and _is_fused(q, v, choices.positions.shape[0] // q.shape[0], sizes):
+        rows = [dout, lse, torch.ops.tilewise_sparse.row_dots(out, dout)]
+        numbers = _choices_of(q, choices, starts, sizes)
+        part, dk, dv = torch.ops.tilewise_sparse.block_parts_backward(rows, q, k, v, *numbers)
+        dq = combined(None, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
+        return dq, dk, dv
+    own = _own_blocks(q, k, v, starts, sizes, sizes.spec._replace(partial=True))
+    own_out, own_lse, own_dout = (_by_block(x, sizes) for x in saved)
+    grads = registered("backward")(own_out, own_lse.transpose(-1, -2).contiguous(), own_dout, None, *arguments(own))
+    dq, dk, dv = (g.reshape(x.shape) for g, x in zip(grads, inputs, strict=True))
+    if choices is not None:
+        part, *others = _part_gradients(inputs, saved, choices, sizes)
+        base = dq.reshape(len(choices.positions), -1, q.shape[2])
+        dq = combined(base, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
+        dk, dv = (a + b for a, b in zip((dk, dv), others, strict=True))
+    return tuple(g.to(x.dtype) for g, x in zip((dq, dk, dv), inputs, strict=True))
 
 
 def _with_own(chosen: Tensor, k: Tensor, starts: Tensor, sizes: Sizes) -> Sorted:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..options import Options
-from ..validation.dense import checked_request
+from ..validation.dense import as_int32_offsets, checked_request, to_bshd
 from .block_attention import BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 
@@ -52,7 +52,7 @@ def moba(
     >>> moba(q, k, v, block_size=16, top_k=2).shape
     torch.Size([1, 64, 4, 16])
 
-    Blocks are chosen for each query head, with fewer where fewer are before a query. The choice has no gradient.
+    Blocks are chosen for each query head; a query with fewer blocks before it gets fewer. The choice has no gradient.
 
     Args:
         q: queries (B, S, H, D), or (T, H, D) of packed sequences.
@@ -72,6 +72,7 @@ def moba(
     Raises:
         AttentionError: an argument is not as above.
     """
+    q, k, v = to_bshd(q, k, v)
     if cu_seqlens is not None:
         if gate is not None:
             raise AttentionError("gate of moba", "one with cu_seqlens", "None: packed sequences have the mean key's")
@@ -91,6 +92,7 @@ def moba(
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[int, int], options: Options) -> Tensor:
     block_size, top_k = _checked_numbers(*numbers)
+    cu_seqlens = as_int32_offsets(cu_seqlens)
     request = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options)
     if len(q) != len(k):
         raise AttentionError("tokens of k of moba", len(k), f"q's {len(q)}")
@@ -120,8 +122,8 @@ def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
 
 def _checked_numbers(block_size: int, top_k: int) -> tuple[int, int]:
     for name, number in (("block_size", block_size), ("top_k", top_k)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise AttentionError(f"{name} of moba", repr(number), "an int, at least 1")
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
+            raise AttentionError(f"{name} of moba", repr(number), "an int, at least 1 and below 2^31")
     return block_size, top_k
 
 

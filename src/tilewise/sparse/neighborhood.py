@@ -99,7 +99,7 @@ def neighborhood(
         v: values (B, *space, Hk, Dv).
         kernel_size: tokens of a window, one number for all axes or one for each.
         dilation: the step between tokens of a window. kernel_size * dilation is at most the length of the axis.
-        causal: if True, a token sees none after itself along the axis.
+        causal: if True, a token sees no later token along the axis.
         scale: as in `tilewise.attention`.
         backend: as in `tilewise.attention`.
 
@@ -156,7 +156,7 @@ def _kept_layout(windows: tuple[Window, ...], device: str) -> Layout:
 
 
 def box_of(windows: Sequence[Window]) -> tuple[int, ...]:
-    """The tokens along each axis of a box, powers of two: of the shapes with TILE tokens the one that sees the fewest.
+    """The tokens along each axis of a box, powers of two: the shape of TILE tokens that sees the fewest boxes.
 
     >>> box_of([Window(128, 13, 1, False)] * 2), box_of([Window(32, 7, 1, False)] * 2)
     ((8, 16), (4, 32))

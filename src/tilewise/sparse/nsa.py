@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
+from ..autograd import first_order
 from ..backends.common.gpu import gpu_of
 from ..errors import AttentionError
 from ..mods import mask_mod
-from ..validation.dense import checked_request
-from .block_attention import BlockAttention, Sizes, attend_dense
+from ..validation.dense import as_int32_offsets, checked_request, to_bshd
+from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 from .topk import topk
 
@@ -58,14 +59,16 @@ def nsa(
     >>> nsa(q, k, v, gates, block_size=16, num_blocks=2, window=8).shape
     torch.Size([1, 64, 4, 16])
 
-    A block is compressed and can be selected once it ends at or before the query; the query's own block is always
-    selected, up to the query. A query before the end of the first block gets 0 from the compressed branch.
+    A query sees a compressed block, and can select it, once the block ends at or before the query. The query's own
+    block is always selected, up to the query. A query before the end of the first block gets 0 from the compressed
+    branch.
 
     Args:
         q: queries (B, S, H, D), or (T, H, D) of packed sequences.
         k: keys (B, S, Hk, D), or (T, Hk, D).
         v: values (B, S, Hk, Dv), or (T, Hk, Dv).
-        gates: of the compressed, the selected and the window branch, (B, S, H) or (T, H) each, after their activation.
+        gates: the gates of the compressed, the selected and the window branch, (B, S, H) or (T, H) each, after their
+            activation.
         block_size: keys of a block. S must be a multiple of it; the last block of a packed sequence may be short.
         num_blocks: selected blocks of a query, its own included.
         window: tokens of the window branch, the query included.
@@ -74,9 +77,9 @@ def nsa(
         blocks: (B, S, Hk, n) int32 or int64: the selected blocks of each query, -1 for none, no block twice. Default
             `selected_blocks`.
         scale: as in `tilewise.attention`.
-        cu_seqlens: (sequences + 1,) integers, the offsets of packed sequences as in `tilewise.attention_varlen`. The
-            default compression and selection only: `compressed` and `blocks` must be None.
-        backend: as in `tilewise.attention`; "reference" or "triton" if named.
+        cu_seqlens: (sequences + 1,) integers, the offsets of packed sequences as in `tilewise.attention_varlen`. Only
+            the default compression and selection are supported: `compressed` and `blocks` must be None.
+        backend: as in `tilewise.attention`; if a backend is named, it must be "reference" or "triton".
 
     Returns:
         out (B, S, H, Dv) or (T, H, Dv) in q's dtype, differentiable with respect to q, k, v, gates and compressed. The
@@ -85,6 +88,7 @@ def nsa(
     Raises:
         AttentionError: an argument is not as above.
     """
+    q, k, v = to_bshd(q, k, v)
     if cu_seqlens is not None:
         if compressed is not None or blocks is not None:
             raise AttentionError("compressed and blocks of nsa", "given with cu_seqlens", "None for packed sequences")
@@ -93,7 +97,7 @@ def nsa(
     _check(q, k, v, gates, {"block_size": block_size, "num_blocks": num_blocks, "window": window})
     if compressed is None:
         compressed = _means(k, block_size), _means(v, block_size)
-    keys, values = _checked(compressed, k, v, block_size)
+    keys, values = to_bshd(*_checked(compressed, k, v, block_size), v)[:2]
     options: Any = {"scale": scale, "backend": backend}
     near = attention(q, k, v, causal=True, window=(window - 1, 0), **options)
     coarse, lse = attention(q, keys, values, mask_mod=_ended_blocks(block_size), return_lse=True, **options)
@@ -113,6 +117,7 @@ def _packed(
     inputs: tuple[Tensor, ...], gates: Any, cu_seqlens: Tensor, numbers: dict[str, int], options: Any
 ) -> Tensor:
     q, k, v = inputs
+    cu_seqlens = as_int32_offsets(cu_seqlens)
     spec = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options | {"causal": True}).spec
     if len(q) != len(k):
         raise AttentionError("tokens of k of nsa", len(k), f"q's {len(q)}")
@@ -122,8 +127,9 @@ def _packed(
     blocks = packed_blocks(cu_seqlens, len(q), block_size)
     keys, values = (block_means(x, blocks, block_size).to(x.dtype) for x in (k, v))
     near = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True, window=(window - 1, 0), **options)
-    mod, offsets = _ended_blocks(block_size), (cu_seqlens, blocks.cu_blocks.to(cu_seqlens.dtype))
-    coarse, lse = attention_varlen(q, keys, values, *offsets, mask_mod=mod, return_lse=True, **options)
+    mod = _ended_blocks(block_size)
+    ends = cu_seqlens, blocks.cu_blocks
+    coarse, lse = attention_varlen(q, keys, values, *ends, mask_mod=mod, return_lse=True, **options)
     most, chosen = min(num_blocks, len(keys)) - 1, None
     if most > 0:
         with torch.no_grad():
@@ -136,7 +142,7 @@ def _packed(
 
 
 def _packed_weights(q: Tensor, keys: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """(T, Hk, blocks): of all blocks, also those of other sequences. Some tokens at a time."""
+    """(T, Hk, blocks): the weights of all blocks, also those of other sequences. Some tokens at a time."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     found = []
     step = max(1, CHUNK // max(1, q.shape[1] * len(keys)))
@@ -158,14 +164,14 @@ def selected_blocks(
     Args:
         q: queries (B, S, H, D).
         keys: compressed keys (B, blocks, Hk, D).
-        lse: (B, H, S), of the compressed branch.
+        lse: (B, H, S): lse of the compressed branch.
         block_size: keys of a block.
         num_blocks: selected blocks, the query's own included.
-        scale: of the compressed branch. Default 1 / sqrt(D).
+        scale: factor of q.k in the compressed branch. Default 1 / sqrt(D).
 
     Returns:
-        (B, S, Hk, num_blocks or as many blocks as there are) int64, -1 where a query has fewer; its own block is
-        first, the others in any order.
+        (B, S, Hk, min(num_blocks, blocks)) int64, -1 where a query has fewer; its own block is first, the others in any
+        order.
     """
     batch, n = q.shape[:2]
     others = min(num_blocks, keys.shape[1]) - 1
@@ -223,7 +229,9 @@ class GatedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         saved = ctx.saved_tensors
-        return tuple(torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:]))
+        grads = torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:])
+        is_kernel = dout.is_cuda and dout.dtype != torch.float64
+        return tuple(first_order(FIRST_ORDER, grads, dout, *saved) if is_kernel else grads)
 
 
 @torch.library.impl(_library, "gated_sum", "CompositeExplicitAutograd")
@@ -290,8 +298,10 @@ def _means(x: Tensor, block_size: int) -> Tensor:
 
 def _checked(compressed: Any, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     expected = [(k.shape[0], k.shape[1] // block_size, *x.shape[2:]) for x in (k, v)]
-    if not isinstance(compressed, (tuple, list)) or [tuple(getattr(x, "shape", ())) for x in compressed] != expected:
-        found = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in compressed]
+    is_pair = isinstance(compressed, (tuple, list))
+    if not is_pair or [tuple(x.shape) if isinstance(x, Tensor) else () for x in compressed] != expected:
+        given = compressed if is_pair else [compressed]
+        found = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in given]
         raise AttentionError("compressed of nsa", found, f"keys and values {expected[0]} and {expected[1]}")
     return compressed[0], compressed[1]
 
@@ -311,8 +321,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, gates: Any, numbers: dict[str, int])
 
 def _check_numbers(numbers: dict[str, int]) -> None:
     for name, x in numbers.items():
-        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
-            raise AttentionError(f"{name} of nsa", repr(x), "an int, at least 1")
+        if isinstance(x, bool) or not isinstance(x, int) or not 1 <= x < 2**31:
+            raise AttentionError(f"{name} of nsa", repr(x), "an int, at least 1 and below 2^31")
 
 
 def _check_gates(gates: Any, shape: Sequence[int]) -> None:

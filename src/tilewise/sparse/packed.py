@@ -43,6 +43,8 @@ def block_means(x: Tensor, blocks: PackedBlocks, block_size: int) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     at = blocks.starts[:-1, None].long() + torch.arange(block_size, device=x.device)
     inside = at < blocks.starts[1:, None]
+    if x.shape[0] == 0:  # there is no row 0 to read
+        return x.new_zeros((len(at), *x.shape[1:]), dtype=dtype)
     rows = x[torch.where(inside, at, 0)].to(dtype).masked_fill(~inside[..., None, None], 0.0)
     return rows.sum(1) / inside.sum(1).clamp(min=1)[:, None, None]
 

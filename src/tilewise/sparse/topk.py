@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd import first_order
 from ..backends.common.gpu import Gpu, gpu_of
 from ..errors import AttentionError
-from ..validation.dense import CHECK_CONTENTS
+from ..torch_internals import has_address
+from ..validation.dense import CHECK_CONTENTS, to_bshd
 
 MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)
+FIRST_ORDER = "one of topk with backend='triton'", "backend='reference', which has second derivatives"
 GATHERED = 1 << 22  # elements of k and v that the reference gathers at a time
 _library = torch.library.Library("tilewise_sparse", "DEF")
 _inputs = "Tensor q, Tensor k, Tensor v, Tensor indices, float scale, str backend"
@@ -54,7 +57,7 @@ def topk(
         q: queries (B, Sq, H, D). D is at most 576 and Dv at most 512, as in multi-head latent attention.
         k: keys (B, Sk, Hk, D). H is a multiple of Hk.
         v: values (B, Sk, Hk, Dv). Or an int Dv: the values are the first Dv columns of k, as in multi-head latent
-            attention; the gradients of both are then one sum.
+            attention; the gradients of keys and values are then added into one.
         indices: (B, Sq, Hk, K) int32 or int64: the keys of each query, shared by the query heads of a KV head; -1 for
             none. A query names no key twice. On a GPU that is not checked (TILEWISE_CHECK=1 does), and an index past
             the end names none.
@@ -72,6 +75,10 @@ def topk(
     Raises:
         AttentionError: an argument is not as above.
     """
+    if isinstance(v, Tensor):
+        q, k, v = to_bshd(q, k, v)
+    else:
+        q, k, _ = to_bshd(q, k, k)
     values = v if isinstance(v, Tensor) else _first_columns(k, v)
     _check(q, k, values, indices)
     if scale is None:
@@ -105,9 +112,10 @@ class Topk(torch.autograd.Function):
         columns, scale, deterministic, backend = ctx.settings
         dout = torch.zeros_like(out) if dout is None else dout
         values = k[..., :columns] if v is None else v
-        dq, dk, dv = torch.ops.tilewise_sparse.topk_backward(
+        grads = torch.ops.tilewise_sparse.topk_backward(
             out, lse, dout, dlse, deterministic, v is None, q, k, values, indices, scale, backend
         )
+        dq, dk, dv = first_order(FIRST_ORDER, grads, q, k, v, dout, dlse) if backend == "triton" else grads
         return dq, dk, None if v is None else dv, None, None
 
 
@@ -265,7 +273,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
     if indices.shape[:3] != (*q.shape[:2], k.shape[2]) or indices.shape[3] == 0:
         expected = f"(B, Sq, Hk, K), {(*q.shape[:2], k.shape[2])} and K at least 1"
         raise AttentionError("shape of indices of topk", tuple(indices.shape), expected)
-    is_read = indices.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_read = indices.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(indices)
     if (is_read or CHECK_CONTENTS) and indices.numel():
         _check_contents(indices, k.shape[1])
 

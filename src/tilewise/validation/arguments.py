@@ -178,7 +178,8 @@ def check_block_mask(
     if packed == (mask.tokens is None):
         raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
     for name, own, size in zip(("B", "H", "Sq", "Sk"), mask.shape, sizes, strict=True):
-        if own != size and size is not None and not (own == 1 and name in ("H" if packed else "BH")):
+        is_bound = packed and name in ("Sq", "Sk") and size is not None and own <= size  # max_seqlen may be larger
+        if own != size and size is not None and not is_bound and not (own == 1 and name in ("H" if packed else "BH")):
             raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
     if mask.tokens is not None and mask.tokens[0] > q.shape[0]:
         raise AttentionError("tokens of the block mask", mask.tokens[0], f"q's {q.shape[0]}")

@@ -65,7 +65,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
     if q.shape[0] != k.shape[0]:
         raise AttentionError("batch of k", k.shape[0], f"q's {q.shape[0]}")
-    return sized(q, k, v, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), options)
+    return request_of(q, k, v, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), options)
 
 
 def packed(
@@ -80,9 +80,9 @@ def packed(
     """A call of `attention_varlen`."""
     _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
     check_max_seqlens(*max_seqlens)
-    _check_offsets(q, k, cu_q, cu_k)
+    _check_offset_shapes(q, k, cu_q, cu_k)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-    request = sized(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *max_seqlens), options, cu_q, cu_k)
+    request = request_of(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *max_seqlens), options, cu_q, cu_k)
     if _is_readable_without_sync(cu_q) and _is_readable_without_sync(cu_k):
         _check_lengths(request, max_seqlens, options)
     return request
@@ -97,8 +97,8 @@ def sharded(
     documents: int | None,
     options: Options,
 ) -> Request:
-    """A call of `distributed.attention`: a rank has `here` of q and k, and the bias as many columns as `whole` has
-    keys; `documents`, of a packed plan, are the batch rows that slopes may have."""
+    """A call of `distributed.attention`: a rank has `here` tokens of q and k, and the bias has as many columns as
+    `whole` has keys; `documents`, for a packed plan, is the number of batch rows that slopes may have."""
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
     for name, x, n in (("q", q, here[0]), ("k", k, here[1])):
         if x.shape[1] != n:
@@ -109,7 +109,7 @@ def sharded(
     if options["precision"] is not None:
         raise AttentionError("precision", repr(options["precision"]), "None: distributed calls compute in q's dtype")
     batch = q.shape[0] if documents is None else documents
-    return sized(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
+    return request_of(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
 
 
 def check_contents(request: Request, max_seqlens: tuple[int | None, int | None], options: Options) -> None:
@@ -117,8 +117,8 @@ def check_contents(request: Request, max_seqlens: tuple[int | None, int | None],
     cu_q, cu_k = request.cu_q, request.cu_k
     if cu_q is None or cu_k is None:
         return
-    check_offsets("cu_seqlens_q", cu_q, request.q.shape[0])
-    check_offsets("cu_seqlens_k", cu_k, request.k.shape[0])
+    check_offset_values("cu_seqlens_q", cu_q, request.q.shape[0])
+    check_offset_values("cu_seqlens_k", cu_k, request.k.shape[0])
     _check_lengths(request, max_seqlens, options)
 
 
@@ -155,7 +155,7 @@ def check_max_seqlens(n_q: Any, n_k: Any) -> None:
             raise AttentionError(name, repr(n), "an int >= 0, or None")
 
 
-def sized(
+def request_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -254,7 +254,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> 
         raise AttentionError("heads of q", heads, f"a multiple of k's {kv_heads} (each KV head serves a group){hint}")
 
 
-def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+def _check_offset_shapes(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     for name, cu, x in (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k)):
         tensor(name, cu)
         if cu.dim() != 1 or cu.shape[0] < 1:
@@ -266,12 +266,12 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
         if cu.shape[0] == 1 and x.shape[0] > 0:
             raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
         if _is_readable_without_sync(cu):
-            check_offsets(name, cu, x.shape[0])
+            check_offset_values(name, cu, x.shape[0])
     if cu_q.shape != cu_k.shape:
         raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
 
 
-def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
+def check_offset_values(name: str, cu: Tensor, tokens: int) -> None:
     ends = cu.tolist()
     if ends[0] != 0:
         hint = "0; from lengths n: torch.nn.functional.pad(n.cumsum(0), (1, 0))"
@@ -283,7 +283,7 @@ def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
         raise AttentionError(f"end of {name}", ends[-1], f"at most the {tokens} tokens there are")
 
 
-def offsets(cu: Any) -> Any:
+def as_int32_offsets(cu: Any) -> Any:
     """cu_seqlens as kernels read them, contiguous int32. Offsets past 31 bits stay larger than any tensor."""
     if not isinstance(cu, Tensor) or cu.layout is not torch.strided:
         return cu

@@ -18,7 +18,8 @@ from ..options import KvOptions, kv_defaults, options_of
 from ..request import MAX_HEAD_DIM
 from ..torch_internals import has_address, is_forward_mode, is_vmapped
 from .arguments import DTYPES, resolved, tensor
-from .dense import sized
+from .dense import request_of
+from .kv_rotary import checked_rotary, integers
 from .kv_scales import check_cache_dtype, check_new_dtype, check_written_scale, checked_norm, checked_scale
 
 SPLIT = 128  # a split is a multiple of this, so that the key tiles of all kernels divide it
@@ -58,7 +59,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
         raise AttentionError("mask_mod", "a block mask", "a mask mod: block masks are for attention without a cache")
     given: Any = options
     chosen: Any = {name: given[name] for name in (*SCORE_OPTIONS, "return_lse", "return_max_logit", "backend")}
-    dense = sized(q, k, v, (batch, q.shape[-2], n_q, None), options_of(chosen | {"deterministic": True}), cu_q)
+    dense = request_of(q, k, v, (batch, q.shape[-2], n_q, None), options_of(chosen | {"deterministic": True}), cu_q)
     terms = dense.score if dense.sinks is None else (*dense.score, dense.sinks)
     _check_untransformed("a score term of a call with a KV cache", *terms)
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
@@ -102,14 +103,14 @@ def append_request(
     if slots is not None and tensor("slots", slots).numel() != tokens:
         raise AttentionError("slots", slots.numel(), f"{tokens}, one for each new token")
     if slots is not None:
-        _integers("slots", slots, k)
+        integers("slots", slots, k)
         slots = slots.flatten().contiguous()
     rotary = options["rotary"]
     cu_q = None
     if q is not None:
         cu_q = _queries(q, k_new, batch, options["cu_seqlens_q"])
     if rotary is not None:
-        rotary = _rotary(rotary, k_new, q)
+        rotary = checked_rotary(rotary, k_new, q, (options["cu_seqlens_q"], options["cu_seqlens_new"]))
     norm = checked_norm(options["qk_norm"], k_new)
     if rotary is None and norm is None:
         q = None
@@ -140,8 +141,9 @@ def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOption
         if name not in OF_APPEND and x is not defaults_of[name]:
             raise AttentionError("keyword argument", f"{name}= of append_kv", f"only {', '.join(OF_APPEND)}")
     _check_cache("k_cache", k)
+    _check_new("k_new", k_new)
     cu_new = options["cu_seqlens_new"]
-    batch = tensor("k_new", k_new).shape[0] if cu_new is None else tensor("cu_seqlens_new", cu_new).shape[0] - 1
+    batch = k_new.shape[0] if cu_new is None else tensor("cu_seqlens_new", cu_new).numel() - 1
     return _places(batch, k_new, k, lengths, options | {"k_new": k_new})  # type: ignore[operator]
 
 
@@ -154,7 +156,8 @@ def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) 
     k_new, cu_new = options["k_new"], options["cu_seqlens_new"]
     new = 0
     if k_new is not None:
-        if cu_new is None and tensor("k_new", k_new).dim() == 3:
+        _check_new("k_new", k_new)
+        if cu_new is None and k_new.dim() == 3:
             cu_new = options["cu_seqlens_q"]
             if cu_new is None:
                 raise AttentionError("cu_seqlens_new", "None, for packed k_new", "int32 (B + 1,) offsets of its tokens")
@@ -245,6 +248,12 @@ def _check_cache(name: str, x: Any) -> None:
         )
 
 
+def _check_new(name: str, x: Any) -> None:
+    if tensor(name, x).dim() not in (3, 4):
+        axes = "(batch, tokens, heads, dim), or packed (tokens, heads, dim)"
+        raise AttentionError(f"shape of {name}", tuple(x.shape), axes)
+
+
 def _like(name: str, x: Tensor, other: Tensor) -> None:
     if x.dtype != other.dtype:
         raise AttentionError(f"dtype of {name}", x.dtype, f"{other.dtype}, as the other tensors")
@@ -252,15 +261,8 @@ def _like(name: str, x: Tensor, other: Tensor) -> None:
         raise AttentionError(f"device of {name}", x.device, f"{other.device}, as the other tensors")
 
 
-def _integers(name: str, x: Tensor, q: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)) -> None:
-    if tensor(name, x).dtype not in dtypes:
-        raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, dtypes)))
-    if x.device != q.device and not q.is_meta:
-        raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
-
-
 def _counts(name: str, x: Any, batch: int, q: Tensor) -> None:
-    _integers(name, x, q, (torch.int32,))
+    integers(name, x, q, (torch.int32,))
     if tuple(x.shape) != (batch,):
         raise AttentionError(f"shape of {name}", tuple(x.shape), f"({batch},), one for each sequence")
 
@@ -272,7 +274,7 @@ def _offsets(name: str, cu: Tensor | None, x: Tensor, packed: bool) -> Tensor | 
         return None
     if cu is None:
         raise AttentionError(name, "None, for packed tokens", "int32 (B + 1,) offsets, where each sequence begins")
-    _integers(name, cu, x, (torch.int32,))
+    integers(name, cu, x, (torch.int32,))
     if cu.dim() != 1 or cu.shape[0] < 1:
         raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
     return cu.contiguous()
@@ -284,16 +286,16 @@ def _table(given: Any, batch: int, q: Tensor) -> tuple[Tensor | None, Tensor | N
         return None, None
     if isinstance(given, (tuple, list)) and len(given) == 2:
         indptr, table = given
-        _integers("page_table[0]", indptr, q, (torch.int32,))
+        integers("page_table[0]", indptr, q, (torch.int32,))
         if tuple(indptr.shape) != (batch + 1,):
             raise AttentionError("shape of page_table[0]", tuple(indptr.shape), f"({batch + 1},), sequences + 1")
         if tensor("page_table[1]", table).dim() != 1:
             raise AttentionError("shape of page_table[1]", tuple(table.shape), "(entries,), the pages of all sequences")
-        _integers("page_table[1]", table, q, (torch.int32,))
+        integers("page_table[1]", table, q, (torch.int32,))
         return table.contiguous(), indptr.contiguous()
     if tensor("page_table", given).dim() != 2 or given.shape[0] != batch:
         raise AttentionError("shape of page_table", tuple(given.shape), f"({batch}, pages), or a pair (indptr, pages)")
-    _integers("page_table", given, q, (torch.int32,))
+    integers("page_table", given, q, (torch.int32,))
     return given if given.stride(1) == 1 else given.contiguous(), None
 
 
@@ -314,12 +316,12 @@ def _token_table(batch: int, q: Tensor, options: KvOptions) -> Tensor:
         if given[name] is not None:
             raise AttentionError(name, "given with token_table", "one of them: keys of a token table have no positions")
     if q.dim() == 3 or (q.shape[1] > 1 and options["causal"]):
-        expected = "q (B, 1, heads, dim), or causal=False: all queries of a sequence see the keys of its row"
+        expected = "q (B, 1, heads, dim); or (B, Sq, heads, dim) with causal=False: all queries see the keys of a row"
         raise AttentionError("token_table", f"given with q {tuple(q.shape)}", expected)
     table = tensor("token_table", options["token_table"])
     if table.dim() != 2 or table.shape[0] != batch:
         raise AttentionError("shape of token_table", tuple(table.shape), f"({batch}, keys)")
-    _integers("token_table", table, q, (torch.int32,))
+    integers("token_table", table, q, (torch.int32,))
     return table if table.stride(1) == 1 else table.contiguous()
 
 
@@ -375,30 +377,3 @@ def _prefix(given: Any, places: CachePlaces) -> SharedPrefix:
     if given.device != lengths.device:
         raise AttentionError("device of shared_prefix", given.device, f"{lengths.device}, as lengths")
     return given.contiguous()
-
-
-def _rotary(rotary: Any, k_new: Tensor, q: Tensor | None) -> Rotary:
-    if not isinstance(rotary, Rotary):
-        raise AttentionError("rotary", type(rotary).__name__, "tilewise.Rotary(cos, sin)")
-    cos, sin, interleaved, positions, q_positions = rotary
-    cos, sin = resolved(cos), resolved(sin)
-    for name, x in (("cos", cos), ("sin", sin)):
-        if tensor(f"rotary {name}", x).dim() != 2 or not x.is_floating_point() or not x.shape[0]:
-            raise AttentionError(f"rotary {name}", f"{x.dtype} {tuple(x.shape)}", "floats (positions, width / 2)")
-        if x.device != k_new.device:
-            raise AttentionError(f"device of rotary {name}", x.device, f"{k_new.device}, as the other tensors")
-    if cos.shape != sin.shape or not 1 <= 2 * cos.shape[1] <= k_new.shape[-1]:
-        expected = f"equal shapes (positions, width / 2) with width at most the head dim {k_new.shape[-1]}"
-        raise AttentionError("shapes of rotary cos and sin", (tuple(cos.shape), tuple(sin.shape)), expected)
-    tokens = k_new.shape[:-2].numel()
-    queries = None if q is None else q.shape[:-2].numel()
-    for name, at, n in (("positions", positions, tokens), ("q_positions", q_positions, queries)):
-        if at is not None:
-            _integers(f"rotary {name}", at, k_new)
-            if at.numel() != n:
-                raise AttentionError(f"shape of rotary {name}", tuple(at.shape), f"{n} integers, one for each token")
-    if positions is not None and q_positions is None and queries not in (None, tokens):
-        expected = f"{queries} integers: there are {tokens} new tokens, whose positions do not fit the queries"
-        raise AttentionError("rotary q_positions", "None", expected)
-    flat = [None if x is None else x.flatten().contiguous() for x in (positions, q_positions)]
-    return Rotary(cos.contiguous(), sin.contiguous(), bool(interleaved), *flat)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..kv_request import KvRequest, PlannedTile
-from .dense import check_offsets
+from .dense import check_offset_values
 
 
 def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | None = None) -> None:
@@ -22,16 +22,16 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
     """
     dense, places, k = request.dense, request.places, request.k
     if dense.cu_q is not None:
-        check_offsets("cu_seqlens_q", dense.cu_q, dense.q.shape[0])
+        check_offset_values("cu_seqlens_q", dense.cu_q, dense.q.shape[0])
     appended = [places.new] * places.batch
     if places.cu_new is not None:
         appended = [b - a for a, b in pairwise(places.cu_new.tolist())]
         total = sum(max(n, 0) for n in appended)
-        check_offsets("cu_seqlens_new", places.cu_new, total if new_tokens is None else new_tokens)
+        check_offset_values("cu_seqlens_new", places.cu_new, total if new_tokens is None else new_tokens)
     page, capacity, before = k.shape[1], places.capacity(k), request.spec.before
     ends = [] if places.indptr is None else places.indptr.tolist()
     if ends and places.table is not None:
-        check_offsets("page_table[0]", places.indptr, places.table.shape[0])  # type: ignore[arg-type]
+        check_offset_values("page_table[0]", places.indptr, places.table.shape[0])  # type: ignore[arg-type]
     queries = [dense.q.shape[1]] * places.batch
     if dense.cu_q is not None:
         queries = [b - a for a, b in pairwise(dense.cu_q.tolist())]

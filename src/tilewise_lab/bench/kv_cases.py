@@ -1,4 +1,4 @@
-"""The grid of the KV cache: who serves how many sequences of what length, from pages of what size."""
+"""The grid of the KV cache: numbers of sequences, lengths, page sizes."""
 
 from __future__ import annotations
 

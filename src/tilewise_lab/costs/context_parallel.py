@@ -153,7 +153,7 @@ def estimate(
     forward: bool = False,
     **shape: Any,
 ) -> Estimate:
-    """A training step, or its `forward` alone; `shape` as of `simulate`.
+    """A training step, or its `forward` alone; `shape` as in `simulate`.
 
     >>> from tilewise.distributed import plan
     >>> strategies = "ring", "two-level", "allgather"

@@ -21,7 +21,7 @@ STATISTIC = 4  # bytes of a running maximum, a denominator, a logsumexp
 
 
 class ScoreTerms(NamedTuple):
-    """What a call does to its scores beside scaling them, and to their weights.
+    """What a call does to its scores besides scaling them, and to their weights.
 
     Operations are per visible pair, on the ordinary units: an addition is one, see `terms.py`. `read` is what
     biases and tables bring from memory, `written` their gradients; `visited` the share of the tiles of a block mask.
@@ -74,7 +74,7 @@ class Call:
 
     @property
     def has_lists(self) -> bool:
-        """Of the tiles that a block mask visits."""
+        """Whether there are lists of the tiles that a block mask visits."""
         return self.terms is not None and self.terms.visited < 1
 
     @property
@@ -91,7 +91,7 @@ class Call:
         return self.itemsize * self.heads * sum(count * n_q * n_k for count, n_q, n_k in self.sequences)
 
     def rows(self, which: str) -> int:
-        """Bytes of q, k, v or o; of their gradients too."""
+        """Bytes of q, k, v or o. Its gradient has as many."""
         rows = self.heads * self.n_q if which in "qo" else self.kv_heads * self.n_k
         return self.itemsize * (1 if self.lengths else self.batch) * rows * (self.d if which in "qk" else self.dv)
 
@@ -114,7 +114,8 @@ class Call:
 
 
 def visible_pairs(n_q: int, n_k: int, before: int | None, after: int | None) -> int:
-    """Pairs inside the band, in closed form: row i sees clip(p + after + 1) - clip(p - before) keys, p = i + n_k - n_q.
+    """Pairs inside the band, in closed form: row i sees clip(p + after + 1) - clip(p - before) keys, with p = i + n_k -
+    n_q and clip to [0, n_k].
 
     >>> visible_pairs(4, 4, None, 0), visible_pairs(4, 4, 1, 1), visible_pairs(1, 4, None, 0)
     (10, 10, 4)
@@ -183,8 +184,9 @@ def traffic(
     reads_of_keys: float = 1.0,
     reads_of_queries: float = 1.0,
 ) -> Traffic:
-    """`reads_of_keys`: how often K and V come from memory, once if L2 serves the other query tiles; of_queries the same
-    for Q and dO in the backward. FA1 keeps one key block and streams Q and O past it, once per block of `fa1_block`."""
+    """`reads_of_keys`: how often K and V come from memory, once if L2 serves the other query tiles; `reads_of_queries`
+    is the same for Q and dO in the backward. FA1 keeps one block of `fa1_block` keys at a time and streams Q and O past
+    each block."""
     terms = call.terms or ScoreTerms(())
     masked, dropout = masked or terms.masked, dropout or terms.dropout
     steps = naive_steps(backward=backward, masked=masked, dropout=dropout, terms=len(terms.names))

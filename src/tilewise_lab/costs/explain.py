@@ -17,7 +17,7 @@
     kernels    [{name, tile, programs, steps, blocks_per_sm, slots, waves, wave_efficiency, schedule_efficiency,
                flops, bytes, seconds, registers, shared, spills}]; the last three are None unless compiled
     seconds    device (the kernels), call (what the caller sees; the host can be slower than the device)
-    advice     [{text, gain}]: gain is predicted time now / then, or None where the model has no number
+    advice     [{text, gain}]: gain is the predicted speedup, or None if the model predicts none
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def explain(
 
     Args:
         q: a tensor on any device, "meta" included, or a shape.
-        k: the same.
-        v: the same.
+        k: as q.
+        v: as q.
         device: a name ("A100", "H100", "H200", "RTX 4090", "L4", "B200"), "cuda" or "cpu"; None: that of the tensors.
-        dtype: of q, k and v that are given as shapes.
+        dtype: dtype of q, k and v, for those that are given as shapes.
         backward: count the backward too; None: if an input requires a gradient.
         compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
-        options: those of `attention`; so are the other arguments.
+        options: options of `attention`. The other arguments are those of `attention` or, with cu_seqlens,
+            `attention_varlen`.
 
     Raises:
         AttentionError: an argument is wrong, or a backend that was named does not support the call.
@@ -172,7 +173,7 @@ def _tensor(name: str, x: Tensor | Shape, dtype: str) -> Tensor:
 
 
 def _offsets(cu: Tensor | Shape) -> Tensor:
-    found: Tensor = checks.offsets(cu if isinstance(cu, Tensor) else torch.tensor(list(cu), dtype=torch.int64))
+    found: Tensor = checks.as_int32_offsets(cu if isinstance(cu, Tensor) else torch.tensor(list(cu), dtype=torch.int64))
     return found
 
 

@@ -14,7 +14,7 @@ from tilewise_lab.costs.predict import Kernel
 
 
 class Advice(NamedTuple):
-    """gain: predicted time now / then; None where the model has no number."""
+    """gain: the predicted speedup; None if the model predicts none."""
 
     text: str
     gain: float | None = None

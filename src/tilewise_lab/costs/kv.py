@@ -195,12 +195,12 @@ def explain_kv(
 
     Args:
         q: a tensor on any device, "meta" included, or a shape.
-        k_cache: the same.
-        v_cache: the same; None: like k_cache.
-        lengths: as of `attention_kv`; the numbers are read, as those of cu_seqlens and starts.
-        device: as of `explain`.
-        dtype: of tensors that are given as shapes.
-        options: those of `attention_kv`; k_new and v_new may be shapes.
+        k_cache: as q.
+        v_cache: as q; None: like k_cache.
+        lengths: as in `attention_kv`; its numbers are read, as are those of cu_seqlens and starts.
+        device: as in `explain`.
+        dtype: dtype of the tensors that are given as shapes.
+        options: options of `attention_kv`; k_new and v_new may be shapes.
 
     Raises:
         AttentionError: an argument is wrong, or a backend that was named does not support the call.

@@ -247,7 +247,7 @@ def rereads(call: Call, device: Device, tile: Tile, *, queries: bool = False) ->
 
 
 class Prediction(NamedTuple):
-    """Seconds: of each kernel, of all of them on the device, and of the call as its caller sees it."""
+    """Predicted seconds: of each kernel, of all kernels on the device, and of the call as its caller sees it."""
 
     kernels: dict[str, float]
     device: float

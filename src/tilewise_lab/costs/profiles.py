@@ -109,7 +109,8 @@ def _registers(tile: Tile) -> int:
 
 
 def hopper_forward(call: Call, gpu: Gpu) -> list[Profile]:
-    """The tile is that of a program: all its consumer warpgroups, and one producer warpgroup."""
+    """The tile is that of a whole program; its warps are those of all consumer warpgroups and of one producer
+    warpgroup."""
     keys = call.n_k if call.lengths is None else call.n_k // max(len(call.lengths), 1)
     window, banded = window_size(call.before, call.after), call.after is not None or call.has_lists
     row = forward_tile(call.d, call.dv, banded=banded, keys=keys, window=window)

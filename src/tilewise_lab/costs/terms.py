@@ -32,7 +32,7 @@ def operations(*roots: Expr) -> int:
 
 
 def repeated(root: Expr, tensors: Sequence[Tensor]) -> int:
-    """Operations of sums over rows beyond `operations`, which counts one iteration of each."""
+    """Operations of sums over rows that `operations` leaves out: it counts only one iteration of each sum."""
     sums = [(x, tensors[x.value[0]].shape[x.value[1]]) for x in expr.nodes(root) if x.op in expr.REDUCTIONS]
     return sum((length - 1) * sum(map(weight, (x, *expr.vectors(x.args[0])))) for x, length in sums)
 

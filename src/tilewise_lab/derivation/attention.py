@@ -91,7 +91,7 @@ def nothing(q_i: Tensor, v: Tensor) -> State:
 def step(state: State, q_i: Tensor, k_j: Tensor, v_j: Tensor, hide: Tensor | None = None) -> State:
     """One more block of keys: what was summed under the old maximum is corrected to the new one.
 
-    m' = max(m, rowmax(S));  P = exp(S - m')
+    m' = max(m, rowmax(S));  P = exp(S - m');
     l' = exp(m - m')·l + rowsum(P);  O' = diag(exp(m - m'))·O + P V_j
 
     A pair that does not see each other (`hide`, (N, M) of bools) has S = -inf and so P = 0, also before any pair does.
@@ -116,7 +116,8 @@ def states(q_i: Tensor, k: Tensor, v: Tensor, columns: int) -> Iterator[State]:
 def fa1(q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """o, m, l in FlashAttention's first order: keys outside, queries inside.
 
-    A block of keys is read once, but o, m and l of every query are read, divided, and written again for each of them.
+    A block of keys is read once, but o, m and l of every query are read, divided, and written again for every block of
+    keys.
     """
     o = q.new_zeros(q.shape[0], v.shape[1])
     l = q.new_zeros(q.shape[0])

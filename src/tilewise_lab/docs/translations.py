@@ -32,6 +32,6 @@ class Translations:
         needed = dict.fromkeys(text for name, texts in self.texts.items() if name in shown for text in texts)
         for text in needed.keys() - self.found.keys():
             quoted = text.replace("\\", "\\\\").replace('"', '\\"')
-            yield f'{FILE.as_posix()}: add the translation of this text of a docstring:\nmsgid "{quoted}"\nmsgstr ""'
+            yield f'{FILE.as_posix()}: add the translation of this text of a docstring: msgid "{quoted}"'
         for text in self.found.keys() - needed.keys():
             yield f"{FILE.as_posix()}: no docstring of the reference has this text; delete the entry: {text}"

@@ -289,7 +289,7 @@ class Shared:
         if self.state["writing"].any():
             raise RaceError(f"{who} reads {self.name} while a copy is writing it")
         if not self.state["filled"].all():
-            raise RaceError(f"{who} reads {self.name}, which nobody has filled")
+            raise RaceError(f"{who} reads {self.name}, which has not been filled")
         if asynchronous and (self.state["unfenced"] & current().bit).any():
             raise RaceError(f"{who} reads {self.name} without a fence after ordinary stores")
 

@@ -150,7 +150,8 @@ MASKS = {"full": (), "causal": ("--causal",), "window": ("--window", "4096", "0"
 @endpoint
 @cache
 def plans(*, tokens: str = "128k", ranks: int = 16, mask: str = "causal", machine: str = "8xH200+400G") -> Json:
-    """Every strategy to divide a sequence among GPUs, simulated: what `tilewise plan` prints, and who works when."""
+    """Every strategy to divide a sequence among GPUs, simulated: what `tilewise plan` prints, and when each rank
+    works."""
     if mask not in MASKS:
         raise AttentionError("mask", repr(mask), " or ".join(map(repr, MASKS)))
     _within("ranks", ranks, 2, 1024)

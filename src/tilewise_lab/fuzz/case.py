@@ -20,8 +20,8 @@ MODES = (*FORWARD, *REVERSE, "jvp", "second")
 class Case:
     """Everything that a call is made of. The defaults are the simplest choices: shrinking goes towards them.
 
-    lengths: of each packed sequence, (queries, keys); slack: tokens of q and of k past the last sequence.
-    layouts: name of a tensor -> how it lies in memory; dtypes: of the terms, where not q's.
+    lengths: (queries, keys) of each packed sequence; slack: tokens of q and of k past the last sequence.
+    layouts: name of a tensor -> how it lies in memory; dtypes: dtypes of the terms, where they are not q's.
     bias: the axes that do not broadcast, of "bhij"; after a "-", without the leading axes of size 1.
     wants: the tensors that require a gradient; hidden: what the keys that no query sees hold.
     bad: an argument and what it is instead, or None.

@@ -20,7 +20,8 @@ TERMS = ("window", "scale", "softcap", "split", "return_lse")
 
 @dataclass(frozen=True)
 class KvCase:
-    """lengths, queries, new: of each sequence; new: () for none. page 0: a dense cache. The defaults are the simplest.
+    """lengths, queries, new: tokens in the cache, queries and new tokens of each sequence; new: () for none. page 0: a
+    dense cache. The defaults are the simplest.
 
     slots: which of the new tokens, counted through all sequences, are not written. k_store, v_store: dtypes of the
     caches, "" for that of q; k_scale, v_scale: the kinds of their scales (`stored`). shared: leading pages that each

@@ -127,7 +127,7 @@ def chosen(source: str, lang: str) -> str:
 
 
 def spoken(code: str, lang: str) -> str:
-    """Code that speaks one language: of every `say(en, zh)` the one.
+    """Code in one language: every `say(en, zh)` becomes the text in that language.
 
     >>> print(spoken('print(say(f"{n} tiles", f"{n} 块"))', "zh"))
     print(f"{n} 块")

@@ -187,7 +187,8 @@ extern "C" __global__ void branch(const int* left, float* y, int steps) {
 
 @experiment
 def divergence() -> Found:
-    """Milliseconds of the same work on both sides of an if, in CUDA, by who goes where: warps agree or lanes differ."""
+    """Milliseconds of the same work on both sides of an if, in CUDA: for warps whose lanes agree, and for lanes that
+    differ."""
     n, steps = 1 << 22, 2000
     kernel = torch.cuda._compile_kernel(BRANCH, "branch")
     lane = torch.arange(n, device="cuda")

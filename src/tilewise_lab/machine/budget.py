@@ -35,7 +35,7 @@ def tile_bytes(rows: int, columns: int, itemsize: int = 4) -> int:
 
 
 class Tile(NamedTuple):
-    """Rows `start` to `stop` of Q (or K, V): the tile along the sequence, never along the head dim."""
+    """Rows `start` to `stop - 1` of Q (or K, V): tiles divide the sequence, never the head dim."""
 
     number: int
     start: int
@@ -83,7 +83,8 @@ def pad_to_multiple(n: int, multiple: int) -> int:
 
 
 def alignment(n: int, limit: int = 128) -> int:
-    """The largest power of two that divides n, up to a limit: the bands of a plot of speed against size.
+    """The largest power of two that divides n, up to a limit. In a plot of speed against size, it tells the bands
+    apart.
 
     >>> [alignment(n) for n in (1792, 1793, 50257, 50304)]
     [128, 1, 1, 128]

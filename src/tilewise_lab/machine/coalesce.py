@@ -30,7 +30,7 @@ def touched(elements: Sequence[int], itemsize: int) -> Touched:
 
 
 def contiguous(first: int = 0) -> list[int]:
-    """Lane by lane the next element."""
+    """Each lane reads the element after that of the lane before."""
     return strided(1, first)
 
 

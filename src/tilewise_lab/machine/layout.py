@@ -33,7 +33,7 @@ class Layout:
 
     @staticmethod
     def column_major(shape: Sequence[int]) -> Layout:
-        """The first axis is contiguous: [2, 3] lies as [1, 2]."""
+        """The first axis is contiguous: shape [2, 3] has strides [1, 2]."""
         return Layout(list(shape), strides(shape[::-1])[::-1])
 
     def offset(self, index: Sequence[int]) -> int:
@@ -45,7 +45,7 @@ class Layout:
         return sum(i * s for i, s in zip(index, self.strides, strict=True))
 
     def offsets(self) -> list[int]:
-        """Of all elements in logical order."""
+        """Offsets of all elements, in logical order."""
         return [self.offset(index) for index in itertools.product(*map(range, self.shape))]
 
     @property
@@ -53,7 +53,7 @@ class Layout:
         return self.offsets() == list(range(math.prod(self.shape)))
 
     def transpose(self, a: int = 0, b: int = 1) -> Layout:
-        """Swap two axes: shape and strides change places, the data stays."""
+        """Swap two axes: their sizes and strides change places, the data stays."""
         shape, step = list(self.shape), list(self.strides)
         shape[a], shape[b], step[a], step[b] = shape[b], shape[a], step[b], step[a]
         return Layout(shape, step)

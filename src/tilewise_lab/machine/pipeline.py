@@ -101,7 +101,7 @@ def stages_that_fit(shared: int, kept: int, streamed: int) -> int:
 
 
 def bubble(devices: int, batches: int) -> float:
-    """The idle share of pipeline parallelism: (p - 1) / (m + p - 1).
+    """The idle share of pipeline parallelism with p devices and m batches: (p - 1) / (m + p - 1).
 
     >>> bubble(4, 4), bubble(4, 28)
     (0.42857142857142855, 0.0967741935483871)
@@ -115,7 +115,8 @@ def forward_only(devices: int, batches: int) -> list[Slot]:
 
 
 def forward_backward(devices: int, batches: int) -> list[Slot]:
-    """All forwards, then all backwards in the other direction (GPipe); iterations past `batches` are backwards."""
+    """All forwards, then all backwards in the other direction (GPipe); iterations from number `batches` on are
+    backwards."""
     turn = batches + devices - 1
     forward = forward_only(devices, batches)
     return forward + [Slot(devices - 1 - s.unit, batches + s.iteration, turn + s.start) for s in forward]

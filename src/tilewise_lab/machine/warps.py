@@ -15,7 +15,8 @@ WARP = 32
 
 
 class Warp(NamedTuple):
-    """Lanes `first` .. `first + active` have an element; the masked ones are switched off, not looping."""
+    """A warp of 32 threads. Threads `first` to `first + active - 1` have an element; the `masked` others are switched
+    off, not looping."""
 
     first: int
     active: int

@@ -11,7 +11,7 @@ The JSON:
            what it leaves of the old sum (kept = factor · l_old), the new term exp(x - m), and l = kept + term
            out: the softmax;  lse: m + log l
     wrong  the same without the factor; ok says whether l is still the sum over the elements so far
-    loads  how often each version reads an element: {"naive", "safe", "online"}
+    loads  how often each version reads an element: {"safe", "online"}
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from tilewise.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcac
 def close(found: Tensor, exact: Tensor) -> None:
     assert found.isfinite().equal(exact.isfinite())
     some = exact.isfinite()
-    assert ((found.double() - exact.double())[some].abs() < 2e-5).all()
+    largest = max([1.0, *exact[some].abs().tolist()])  # sums of 576 products in float32 are rounded in some order
+    assert ((found.double() - exact.double())[some].abs() < 2e-5 * largest).all()
     assert (found[~some] == exact[~some]).all()
 
 

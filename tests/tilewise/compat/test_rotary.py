@@ -120,3 +120,8 @@ def test_bad_input() -> None:
         rotary.apply_rotary_emb_qkv_(x, *tables(4, 8))
     with pytest.raises(tilewise.AttentionError, match="max_seqlen"):
         rotary.RotaryEmbedding(8)(torch.randn(1, 4, 3, 2, 8), seqlen_offset=torch.tensor([1]))
+
+
+def test_module_is_found_without_an_import(monkeypatch):
+    monkeypatch.delattr(tilewise.compat, "rotary")  # an import of the module sets it
+    assert tilewise.compat.rotary is rotary

@@ -154,8 +154,9 @@ def test_quantised_cache(name: str, padding: str | None) -> None:
             output_logits=True, return_dict_in_generate=True, pad_token_id=PAD,
         )  # fmt: skip
         logits[implementation] = torch.stack(found.logits[:4])
-    assert_close(logits["tilewise"], logits["eager"], rtol=1e-4, atol=1e-4)
-    assert (logits["eager"][1:] - logits["exact"][1:]).abs().max() > 1e-3
+    # A key between two steps may be rounded to either, by the last bit of a sum: 1e-3. Other keys give 3e-2 and more.
+    assert_close(logits["tilewise"], logits["eager"], rtol=0, atol=4e-3)
+    assert (logits["eager"][1:] - logits["exact"][1:]).abs().amax((1, 2)).min() > 1e-2
 
 
 @pytest.mark.parametrize("words", [{"num_beams": 3}, {"use_cache": False}, {"prefill_chunk_size": 4}], ids=str)

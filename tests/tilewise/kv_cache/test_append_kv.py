@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tilewise
 from tests.kv_cases import KvCase, inputs
+from tilewise import AttentionError, Rotary, append_kv, attention_kv
 
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -155,3 +156,37 @@ def test_a_ring_of_pages(backend: str) -> None:
         first = max(0, t - window)
         exact = tilewise.attention(q[t][None], k[first : t + 1].transpose(0, 1), v[first : t + 1].transpose(0, 1))
         assert torch.allclose(found, exact, atol=1e-6)
+
+
+def test_positions_of_other_tokens() -> None:
+    """As many new tokens as queries in all, but of other sequences: their positions are not those of the queries."""
+    q, new, cache = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.zeros(2, 8, 2, 8)
+    lengths, angles = torch.tensor([4, 4], dtype=torch.int32), torch.randn(16, 4)
+    rotary = Rotary(angles.cos(), angles.sin(), positions=torch.tensor([4, 4, 5]))
+    cu_q, cu_new = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([0, 1, 3], dtype=torch.int32)
+
+    def rotated(cu_new: torch.Tensor, rotary: Rotary) -> torch.Tensor | None:
+        tensors = new, new, cache.clone(), cache.clone(), lengths
+        return append_kv(*tensors, q=q, cu_seqlens_q=cu_q, cu_seqlens_new=cu_new, rotary=rotary)
+
+    with pytest.raises(AttentionError, match="rotary q_positions: found None; expected 3 integers: cu_seqlens_new is"):
+        rotated(cu_new, rotary)
+    own = rotary._replace(q_positions=rotary.positions)
+    torch.testing.assert_close(rotated(cu_q.clone(), rotary), rotated(cu_new, own))
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)], ids=str)
+def test_too_few_axes(shape: tuple[int, ...]) -> None:
+    wrong, new, cache = torch.zeros(shape), torch.randn(2, 1, 2, 8), torch.zeros(2, 8, 2, 8)
+    for call in (
+        lambda: append_kv(wrong, new, cache, cache.clone(), 3),
+        lambda: attention_kv(new, cache, cache.clone(), 3, k_new=wrong, v_new=new),
+        lambda: attention_kv(new, wrong, cache, 3),
+    ):
+        with pytest.raises(AttentionError, match="shape of "):
+            call()
+    with pytest.raises(AttentionError, match="shape of cu_seqlens_new"):
+        append_kv(new[0], new[0], cache, cache.clone(), 3, cu_seqlens_new=torch.tensor(1, dtype=torch.int32))
+    angles = torch.ones(16, 4)
+    with pytest.raises(AttentionError, match="rotary interleaved: found Tensor; expected True or False"):
+        append_kv(new, new, cache, cache.clone(), 3, rotary=Rotary(angles, angles, wrong))  # type: ignore[arg-type]

@@ -228,3 +228,16 @@ def test_a_mod_says_what_lists_would(block: tuple[int, int], amd: bool, monkeypa
         assert mask.block == (128, 128)
         assert mask.tiles[0, :, :, 0].tolist() == [[0, 0], [2, 2]]
         assert (mask.tiles[0, :, :, 1:] == 1).all()
+
+
+def test_a_packed_mask_with_a_padded_bias() -> None:
+    """max_seqlen is a bound: it may be larger than the longest sequence."""
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    q, bias = torch.randn(12, 2, 8), torch.randn(2, 2, 9, 8)
+    mod = mods.block_diagonal(3)
+    options = {"bias": bias, "max_seqlen_q": 9, "max_seqlen_k": 8}
+    mask = tilewise.block_mask_varlen(mod, cu, cu, block=(16, 16))
+    found, expected = (tilewise.attention_varlen(q, q, q, cu, cu, mask_mod=x, **options) for x in (mask, mod))
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(AttentionError, match="Sq of the block mask: found 7"):
+        tilewise.attention_varlen(q, q, q, cu, cu, mask_mod=mask, max_seqlen_q=6)

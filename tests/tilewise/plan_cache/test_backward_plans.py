@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 
 import tilewise
-from tests.tilewise.plan_cache.cases import StubBackend, fp32_precision
+from tests.tilewise.plan_cache.cases import StubBackend, fp32_precision, scaled
 from tests.tilewise.plan_cache.third_backend import ThirdBackend
 from tilewise import AttentionError, plan_cache
 from tilewise.plan_cache import PlanCache
@@ -112,6 +112,26 @@ def test_hooks_with_numbers(third: ThirdBackend, kept: PlanCache) -> None:
         expected = torch.autograd.grad(tilewise.attention(q, k, v, backend="reference").square().sum(), (q, k, v))
         for a, b in zip(found, expected, strict=True):
             assert_close(a, b)
+
+
+@tilewise.mask_mod
+def below(b, h, q_idx, kv_idx, limits):  # type: ignore[no-untyped-def]
+    return kv_idx < limits[q_idx]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_tensor_of_a_mask_has_no_gradient(learned: bool, stub: StubBackend) -> None:
+    """It may require one. The gradients of a score mod are computed only if they are wanted."""
+    q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
+    limits, table = torch.full((6,), 3.0, requires_grad=True), torch.ones(2, requires_grad=learned)
+    for _ in range(2):
+        stub.gradients.clear()
+        out = tilewise.attention(q, k, v, score_mod=scaled(table, 2.0), mask_mod=below(limits))
+        out.backward(torch.ones_like(out))
+        assert [wanted for wanted, _ in stub.gradients] == [None, (False, False, True)][: 1 + learned]
+    assert q.grad is not None
+    assert limits.grad is None
+    assert (table.grad is not None) == learned
 
 
 def test_runners_of_a_backward_are_bounded(

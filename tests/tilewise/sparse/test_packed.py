@@ -104,3 +104,77 @@ def test_errors() -> None:
     ):
         with pytest.raises(AttentionError, match=match):
             sparse.nsa(*x, **({"gates": some, "block_size": 4, "window": 3, "cu_seqlens": cu} | options))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", ["moba", "nsa"])
+def test_second_derivatives_raise(name: str, packed: bool) -> None:
+    """They were wrong: torch took the results of registered ops without derivatives for constants."""
+    (q, k, v), gates, cu = inputs([8, 6])
+    options: dict[str, Any] = {"cu_seqlens": cu} if packed else {}
+    x: Any = (q, k, v) if packed else (q[None], k[None], v[None])
+    if name == "moba":
+        out = sparse.moba(*x, block_size=4, top_k=2, **options)
+    else:
+        some = tuple(g if packed else g[None] for g in gates)
+        out = sparse.nsa(*x, some, block_size=4, num_blocks=2, window=3, **options)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(AttentionError, match="a second derivative: found one of moba or nsa; expected first"):
+        torch.autograd.grad(dq.square().sum(), q)
+
+
+@pytest.mark.parametrize("name", ["moba", "nsa"])
+def test_int64_offsets(name: str) -> None:
+    (q, k, v), gates, cu = inputs([9, 0, 5])
+    found = []
+    for offsets in (cu, cu.long()):
+        if name == "moba":
+            found.append(sparse.moba(q, k, v, block_size=4, top_k=2, cu_seqlens=offsets))
+        else:
+            some = gates[0], gates[1], gates[2]
+            found.append(sparse.nsa(q, k, v, some, block_size=4, num_blocks=2, window=3, cu_seqlens=offsets))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0), (0,)], ids=str)
+def test_no_tokens(shape: tuple[int, ...]) -> None:
+    """An empty batch, no tokens, and a buffer without tokens."""
+    q, k, v = (torch.randn(*shape, *dim, requires_grad=True) for dim in ((4, 8), (2, 8), (2, 6)))
+    gates = torch.rand(*shape, 4), torch.rand(*shape, 4), torch.rand(*shape, 4)
+    options: dict[str, Any] = {"cu_seqlens": torch.zeros(3, dtype=torch.int32)} if len(shape) == 1 else {}
+    for out in (
+        sparse.moba(q, k, v, block_size=4, top_k=2, **options),
+        sparse.nsa(q, k, v, gates, block_size=4, num_blocks=2, window=3, **options),
+    ):
+        assert out.shape == (*shape, 4, 6)
+        assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+def test_numbers_and_compressed() -> None:
+    x, gates, cu = inputs([8, 6], torch.float32)
+    with pytest.raises(AttentionError, match="block_size of moba: found 1000"):
+        sparse.moba(*x, block_size=10**30, top_k=2, cu_seqlens=cu)
+    dense, some = [t[None] for t in x], tuple(g[None] for g in gates)
+    for wrong, found in ((1.5, "float"), (dense[1], "16, 2, 8"), ((dense[1],), "16, 2, 8")):
+        with pytest.raises(AttentionError, match=f"compressed of nsa: found .*{found}"):
+            sparse.nsa(*dense, some, block_size=4, num_blocks=2, window=3, compressed=wrong)
+
+
+@pytest.mark.parametrize("name", ["moba", "nsa", "topk"])
+def test_autocast(name: str) -> None:
+    """As `attention`: q, k and v in autocast's dtype, gradients in their own."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 8, heads, 16, requires_grad=True) for heads in (2, 1, 1))
+    gates = torch.rand(1, 8, 2), torch.rand(1, 8, 2), torch.rand(1, 8, 2)
+    indices = torch.arange(8).view(1, 8, 1, 1)
+    calls: dict[str, Any] = {
+        "moba": lambda *x: sparse.moba(*x, block_size=4, top_k=2),
+        "nsa": lambda *x: sparse.nsa(*x, gates, block_size=4, num_blocks=2, window=3),
+        "topk": lambda *x: sparse.topk(*x, indices),
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        out = calls[name](q, k.bfloat16(), v)
+    expected = calls[name](q.bfloat16(), k.bfloat16(), v.bfloat16())
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum(), (q, k, v)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import tilewise
 from tilewise import AttentionError, sparse
@@ -209,3 +210,25 @@ def bad(**changes: Any) -> dict[str, Any]:
 def test_errors(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(AttentionError, match=match):
         sparse.topk(**bad(**changes))
+
+
+def test_second_derivatives(triton_runs: None) -> None:
+    """The reference has them. The kernels raise; they gave zeros."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 3, 1, 16, requires_grad=True) for _ in range(3))
+    indices = torch.tensor([[0, 2], [1, -1], [2, 1]]).view(1, 3, 1, 2)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradgradcheck(lambda *x: sparse.topk(*x, indices), wide)
+    out = sparse.topk(q, k, v, indices, backend="triton")
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(AttentionError, match="a second derivative: found one of topk with backend='triton'"):
+        torch.autograd.grad(dq.square().sum(), q)
+
+
+def test_fake_tensors() -> None:
+    """Their indices have no contents to check."""
+    with FakeTensorMode():
+        q, indices = torch.empty(1, 5, 2, 8, requires_grad=True), torch.zeros(1, 5, 2, 1, dtype=torch.int64)
+        out = sparse.topk(q, q, q, indices)
+        out.sum().backward()
+    assert out.shape == q.shape

@@ -18,7 +18,6 @@ from .device.structs import ANY_SIZE, LOG2E
 from .launch import INTERPRETED, Launch
 from .shapes import padded, view
 
-MAX_BLOCK, MAX_HEAD_DIM, MAX_GROUP = 128, 128, 64
 SPLITS = 4  # programs of the forward that share a block
 
 

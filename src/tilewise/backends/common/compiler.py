@@ -60,7 +60,8 @@ def compile_options(launch: Launch) -> dict[str, Any]:
 def log_if_slow(futures: Sequence[Any]) -> None:
     done, missing = wait(futures, LOG_AFTER_SECONDS)
     if missing:
-        progress = f"{len(futures)} kernels for a new kind of call, {len(done)} done after {LOG_AFTER_SECONDS:.0f} s"
+        kernels = "1 kernel" if len(futures) == 1 else f"{len(futures)} kernels"
+        progress = f"{kernels} for a new kind of call, {len(done)} done after {LOG_AFTER_SECONDS:.0f} s"
         hint = "tilewise.warmup and `tilewise warm` compile ahead of time"
         log.warning(f"tilewise: compiling {progress}; Triton keeps them in {triton.knobs.cache.dir} ({hint})")
 

@@ -11,7 +11,7 @@ from .clear import clear_launches
 from .device.structs import View
 from .hvp import HvpTensors, hvp_key_kernel, hvp_query_kernel, repair_hvp_key_kernel, repair_hvp_query_kernel
 from .jvp_launches import jvp_launch
-from .kernel_config import SMALLEST, flag_count, is_even, options_of, tile_of
+from .kernel_config import SMALLEST, flag_count, is_even, launch_options, tile_of
 from .launch import Build, Built, Launch, Memory, Target
 from .preprocess import prepare_launch, row_statistics
 from .repair import repair_jvp_kernel
@@ -83,7 +83,7 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
                 *size.grid(size.n_k, size.kv_heads, tile.block_n),
                 device_terms(request, gpu, tile.block, by_key=True),
             ),
-            options_of(
+            launch_options(
                 request,
                 tile,
                 gpu,
@@ -104,7 +104,7 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
             *size.grid(size.n_q, size.heads, tile.block_m),
             device_terms(request, gpu, tile.block),
         ),
-        options_of(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
+        launch_options(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
     )
     return [*made, query, *_repairs(repair_hvp_query_kernel, query, "BLOCK_M", target)]
 

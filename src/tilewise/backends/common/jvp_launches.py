@@ -9,7 +9,7 @@ from ...errors import AttentionError
 from ...request import Request
 from .clear import clear_launches
 from .jvp import JvpTensors, jvp_kernel
-from .kernel_config import flag_count, options_of, tile_of
+from .kernel_config import flag_count, launch_options, tile_of
 from .launch import DeviceMemory, Launch, Memory, Target, can_overlap, target_of
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
@@ -65,5 +65,5 @@ def jvp_launch(
             *size.grid(size.n_q, size.heads, tile.block_m),
             device_terms(request, gpu, tile.block),
         ),
-        options_of(request, tile, gpu, **scoring, MASK_MOD=mask_mod(request), OVERLAP=can_overlap(gpu)),
+        launch_options(request, tile, gpu, **scoring, MASK_MOD=mask_mod(request), OVERLAP=can_overlap(gpu)),
     )

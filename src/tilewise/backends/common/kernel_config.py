@@ -44,7 +44,7 @@ def shares_tiles(request: Request) -> bool:
     return not request.blocks
 
 
-def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:
+def launch_options(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:
     """The options of a launch: its KernelConfig, and the other options."""
     size = call_shape(request)
     options = {
@@ -59,8 +59,8 @@ def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str,
         **tile.options(),
         **more,
     }
-    plan = KernelConfig(**{name: x for name, x in options.items() if name in KernelConfig._fields})
-    return {name: x for name, x in options.items() if name not in KernelConfig._fields} | {"CONFIG": plan}
+    config = KernelConfig(**{name: x for name, x in options.items() if name in KernelConfig._fields})
+    return {name: x for name, x in options.items() if name not in KernelConfig._fields} | {"CONFIG": config}
 
 
 def precision(q: Tensor, gpu: Gpu) -> str:

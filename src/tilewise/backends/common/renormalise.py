@@ -25,7 +25,7 @@ from .device.structs import ANY_SIZE, Grid, Rows, ScoreParams, Sequences, View
 from .device.tile_io import load_rows, row_pointers, store_rows
 from .device.tile_range import locate
 from .gpu import Gpu
-from .kernel_config import options_of
+from .kernel_config import launch_options
 from .launch import INTERPRETED, Launch, Memory
 from .score_terms import device_terms, has_large_scores, mask_mod, score_mod
 from .shapes import call_shape, padded, sequences_and_window, view
@@ -135,6 +135,6 @@ def renormalised(
             *size.grid(size.n_q, size.heads, tile.block_m),
             device_terms(request, gpu, tile.block),
         ),
-        options_of(request, tile, gpu, SCORE_MOD=score_mod(request, gpu), MASK_MOD=mask_mod(request)),
+        launch_options(request, tile, gpu, SCORE_MOD=score_mod(request, gpu), MASK_MOD=mask_mod(request)),
     )
     return [launch], BackwardInputs(out, new_lse, new_do, new_dlse)

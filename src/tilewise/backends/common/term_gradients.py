@@ -22,7 +22,7 @@ from ...request import BackwardInputs, Request
 from . import mod_source as mods
 from .device.structs import FAR, Bias
 from .kernel_call import KernelCall
-from .kernel_config import options_of, tile_of
+from .kernel_config import launch_options, tile_of
 from .launch import DeviceMemory, Launch, target_of
 from .preprocess import prepare_launch, row_statistics
 from .renormalise import renormalised
@@ -221,4 +221,4 @@ class Sums:
             "MASK_MOD": mask_mod(self.request),
             "SITE": site,
         }
-        return options_of(self.request, self.tile, self.gpu) | named
+        return launch_options(self.request, self.tile, self.gpu) | named

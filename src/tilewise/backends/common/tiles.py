@@ -15,8 +15,9 @@ from typing import NamedTuple
 class Tile:
     """BLOCK_M queries by BLOCK_N keys, `warps` of 32 threads, `stages` of loads in flight.
 
-    `apart`: dK and dV are summed by passes of their own, for one product more, and each holds one sum instead of two.
-    `chunk`: products along the head dim take so many columns at a time, for operands that would not fit into registers.
+    `apart`: dK and dV are summed in separate passes. That takes one more product, but each pass holds one sum instead
+    of two. `chunk`: products along the head dim take so many columns at a time, for operands that would not fit into
+    registers.
     """
 
     block_m: int
@@ -264,7 +265,7 @@ CHIPS: dict[Arch, Chip] = {
 
 
 def chip(arch: Arch) -> Chip:
-    """Of a GPU that is not in the table, the least that its kind has."""
+    """The chip of an architecture; for one that is not in the table, the smallest of its kind."""
     return CHIPS.get(arch) or (CHIPS[86] if isinstance(arch, int) else CHIPS["gfx942"])
 
 
@@ -275,7 +276,7 @@ def padded(d: int) -> int:
 
 def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, *terms: str | None) -> Tile:
     """The tile of a pass ("forward", "query", "key", "sums", "jvp", "hvp query", "hvp key") on sm_<arch>, or on an AMD
-    GPU by its name; with terms ("groups", "bias", "blocks") that have rows of their own, of the last that does.
+    GPU by its name; if terms ("groups", "bias", "blocks") have rows of their own, the row of the last such term.
 
     >>> tile("forward", 90, 2, 128)
     Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False, chunk=512)
@@ -292,7 +293,7 @@ FEW_QUERIES, MANY_KEYS = 64, 1024  # of a dense call: keys of so few queries are
 
 def heads_of_a_tile(queries: int, group: int, block_m: int) -> int:
     """How many heads, of a group that shares its keys, have their queries in one tile: all, if those of one head leave
-    some of it empty. Then keys are read once for the group, and rows of the matrix units that would idle do not.
+    some of it empty. Then keys are read once for the group, and rows of the matrix units that would be idle are used.
 
     >>> heads_of_a_tile(5, 8, 64), heads_of_a_tile(64, 8, 64)
     (8, 1)
@@ -301,10 +302,11 @@ def heads_of_a_tile(queries: int, group: int, block_m: int) -> int:
 
 
 def parts_of_keys(programs: int, keys: int, block_n: int, num_sms: int) -> int:
-    """How many programs share the keys of what would be one program's: one for each processor, four blocks for each.
+    """How many programs share the keys of one program, 1 to 64: as many as make at most one program per SM in all, each
+    with at least four blocks of keys.
 
-    On an H200, one query of 32 heads, 8 of keys and values, D 128, microseconds: batch 1 of 65536 keys 77 (two for each
-    processor 81, undivided 743), batch 4 of 8192 47 (51, 102), batch 16 132 (138, 132).
+    Microseconds on an H200 (one query, 32 heads, 8 KV heads, D 128), in brackets with two programs per SM and
+    undivided: batch 1, 65536 keys: 77 (81, 743); batch 4, 8192 keys: 47 (51, 102); batch 16, 8192 keys: 132 (138, 132).
 
     >>> parts_of_keys(8, 8192, 64, 132), parts_of_keys(128, 8192, 64, 132), parts_of_keys(8, 400, 64, 132)
     (16, 1, 1)

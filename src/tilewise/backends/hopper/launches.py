@@ -191,7 +191,7 @@ def sequence_keys(size: CallShape) -> int:
 
 @lru_cache(LIMIT)
 def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool) -> ForwardConfig:
-    """`keys`: of one sequence, None where it is not known."""
+    """`keys`: the number of keys of one sequence; None if it is not known."""
     has_score_terms = spec.score_mod is not None or has_bias
     plain = not has_score_terms and spec.mask_mod is None and not spec.dropout_p
     window = tiles.window_size(spec.before, spec.after)

@@ -91,7 +91,7 @@ def widths(d: int) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
     """Blocks of `block_m` queries and tiles of `block_n` keys. `dq_by_tma`: TMA adds dQ to global memory instead of
-    atomics. With deterministic=True it always does, up to head dim 128.
+    atomics. With deterministic=True and head dim up to 128 it always does.
     """
 
     block_m: int
@@ -160,9 +160,9 @@ def window_size(before: int | None, after: int | None) -> int | None:
 def forward_tile(
     d: int, dv: int, *, banded: bool, keys: int | None, window: int | None = None, plain: bool = True
 ) -> ForwardTile:
-    """The tile of the Hopper forward; `banded`: causal or with a block mask; `keys`: of a sequence (packed: the mean;
-    None: not known, many); `plain`: no score terms and no mask mod. A window counts as the causal call in which a query
-    sees as many keys on average: that of twice its size.
+    """The tile of the Hopper forward; `banded`: causal or with a block mask; `keys`: the number of keys of a sequence
+    (packed: the mean; None: not known, taken as many); `plain`: no score terms and no mask mod. A window counts as the
+    causal call in which a query sees as many keys on average: that of twice its size.
 
     >>> tile = forward_tile(128, 128, banded=True, keys=4096)
     >>> tile.block_n, tile.warpgroups, tile.ping_pong

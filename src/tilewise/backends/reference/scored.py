@@ -4,8 +4,8 @@
     p = exp(s - lse)              hidden pairs 0; lse counts the sink, which has no value
     o = (p * dropout_factor) v    0 or 1 / (1 - dropout_p)
 
-`forward`, `backward` and `term_gradients` select hidden pairs away, as `tiled` does. `whole` has the same attention as
-one expression.
+`forward`, `backward` and `term_gradients` leave hidden pairs out by selection, never by multiplication with 0, as
+`tiled` does. `whole` has the same attention as one expression.
 """
 
 from __future__ import annotations

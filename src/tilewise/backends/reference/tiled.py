@@ -1,10 +1,10 @@
 """FlashAttention-2 in torch: forward and backward tile by tile, dense or packed, in any band, on any device.
 
 This is the CPU backend, and in float64 the oracle of the kernels. A tile of scores exists only during its iteration of
-the loop, so the extra memory is O(S). Heads are batched into one product, and the query heads that share a kv head
+the loop, so the extra memory is O(S). Heads are batched into one product, and the query heads that share a KV head
 become rows of the same matrix:
 
-    q (B, Sq, H, D)  -> q_tile (h, R, D)    h kv heads at a time, R = (H / Hk) * rows of the tile
+    q (B, Sq, H, D)  -> q_tile (h, R, D)    h KV heads at a time, R = (H / Hk) * rows of the tile
     k (B, Sk, Hk, D) -> k_tile (h, C, D)
     v (B, Sk, Hk, E) -> v_tile (h, C, E)
 
@@ -50,8 +50,8 @@ class Part(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The keys of a tile of scores, and who sees them: row r from column r + first on, up to r + last. None: from the
-    first on, up to the last."""
+    """The keys of a tile of scores. Row r sees the columns r + first to r + last; None: from the first column, or to
+    the last."""
 
     start: int
     stop: int
@@ -84,7 +84,7 @@ def forward(request: Request) -> tuple[Tensor, ...]:
     Each tile updates (m, l, acc), the running maximum, denominator and numerator of its rows:
     m' = max(m, rowmax(S));  P = exp(S - m');  l' = exp(m - m')·l + rowsum(P);  acc' = exp(m - m')·acc + P V
 
-    m is there for exp not to overflow. Where no score can be large, as |q·k| <= |q| |k| tells beforehand, it stays 0.
+    m keeps exp from overflowing. If |q·k| <= |q| |k| shows beforehand that no score can be large, m stays 0.
     """
     q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -203,8 +203,8 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tens
 
 
 def have_large_scores(lse: Tensor, spec: Spec) -> Tensor | None:
-    """True for the rows whose lse = m + log l is too large to hold log l as well; None where there is none. The lse of
-    a partial call counts keys that the call does not have: nothing can be computed again there."""
+    """True for the rows whose lse = m + log l is too large to hold log l as well; None if there are no such rows, or if
+    the call is partial: its lse includes keys that the call does not have, so m and l cannot be computed again."""
     size = lse.abs()
     far = (size >= LARGE_LSE) & (size < torch.inf)
     return None if spec.partial or not bool(far.any()) else far
@@ -226,8 +226,8 @@ def maximum_and_sum(
 
 
 def run(all_parts: Iterator[Part], work: Callable[[Part], None]) -> None:
-    """work(part) for all parts, which are independent: on a CPU, by all threads. The last first: causal ones are the
-    longest."""
+    """work(part) for all parts, which are independent: on a CPU, by all threads. The last part starts first: in a
+    causal call it is the longest."""
     listed = list(all_parts)[::-1]
     if listed and listed[0].rows[0].device.type == "cpu":
         each(listed, work)
@@ -242,8 +242,8 @@ def scores(q_tile: Tensor, k_tile: Tensor, buffer: ScoreBuffer) -> Tensor:
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp, in place. exp2 has no slow way for what underflows, which torch's exp has: up to a hundred times as slow.
-    (To scale q by log2(e) instead would round it, for four times the error.)"""
+    """exp, in place. exp2 has no slow path for values that underflow; torch's exp has one, up to a hundred times as
+    slow. (To scale q by log2(e) instead would round it, for four times the error.)"""
     return x.mul_(LOG2E).exp2_()
 
 
@@ -292,8 +292,8 @@ def accumulate_(acc: Tensor, a: Tensor, b: Tensor, hide: Tensor | None, step: in
 
 
 def size(x: Tensor) -> tuple[bool, float]:
-    """Whether all is finite, and the length of the longest row that is: no product of two rows is larger than that of
-    their lengths."""
+    """Whether all entries are finite, and the largest norm of the rows that are: the dot product of two rows is at most
+    the product of their norms."""
     lengths = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
     longest = float(lengths.amax()) if lengths.numel() else 0.0
     if math.isfinite(longest):
@@ -308,7 +308,7 @@ def are_mild(part: Part, spec: Spec, q_size: float, k_size: float, *others: floa
 
 
 def product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
-    """a @ b, where a is 0 at hidden pairs and the b of a hidden pair, be it NaN or inf, must not count.
+    """a @ b. a is 0 at hidden pairs, and a NaN or inf in b has no effect there.
 
     0 * NaN = NaN, so where NaN appears the product is taken again without the non-finite entries of b, and NaN is
     written where a pair that is not hidden met one.
@@ -388,7 +388,7 @@ def as_rows(stat: Tensor) -> Tensor:
 
 
 def load(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """(b, h, G, S, D) -> (b h, G rows, D), the same memory where it can be"""
+    """(b, h, G, S, D) -> (b h, G rows, D), a view if possible"""
     tile = x[..., rows, :].flatten(2, 3).flatten(0, 1).to(dtype)
     return tile if tile.stride(-1) == 1 else tile.contiguous()
 

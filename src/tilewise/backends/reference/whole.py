@@ -205,7 +205,7 @@ def _wholes(request: Request, more_rows: list[Tensor]) -> Iterator[Whole]:
 
 
 def masked_product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
-    """a @ b, where a is 0 at hidden pairs and the b of a hidden pair, be it NaN or inf, must not count."""
+    """a @ b. a is 0 at hidden pairs, and a NaN or inf in b has no effect there."""
     bad = ~b.isfinite()
     met = (~hide).to(a.dtype) @ bad.to(a.dtype) > 0
     return (a @ b.masked_fill(bad, 0.0)).masked_fill(met, torch.nan)

@@ -10,7 +10,7 @@ from ...request import BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.structs import KernelConfig
 from ..common.gpu import Gpu
-from ..common.kernel_config import costly_term, flag_count, is_even, options_of, tile_of
+from ..common.kernel_config import costly_term, flag_count, is_even, launch_options, tile_of
 from ..common.launch import Build, Built, Launch, Memory, Target, can_overlap, named, overlapped
 from ..common.preprocess import prepare_launch, row_statistics
 from ..common.renormalise import renormalised
@@ -80,7 +80,7 @@ def backward_launches(
             *size.grid(size.n_q, size.heads, tile.block_m),
             device_terms(request, gpu, tile.block),
         ),
-        options_of(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
+        launch_options(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
     )
     tile = tile_of("key", q.element_size(), size, gpu, term)
     programs = size.programs(size.n_k, size.kv_heads, tile.block_n)
@@ -97,7 +97,7 @@ def backward_launches(
                 *size.grid(size.n_k, size.kv_heads, tile.block_n),
                 device_terms(request, gpu, tile.block, by_key=True),
             ),
-            options_of(request, tile, gpu, **program, EVEN=even, SUM_K=sum_k, SUM_V=sum_v),
+            launch_options(request, tile, gpu, **program, EVEN=even, SUM_K=sum_k, SUM_V=sum_v),
         )
         for (sum_k, sum_v), start in zip(sums, starts, strict=True)
     ]
@@ -120,15 +120,15 @@ def backward_repairs(passes: list[Launch], target: Target) -> list[Launch]:
     counts = *totals, q_tiles, k_tiles, heads, kv_heads, batch
     args = tensors._replace(dk=of_keys.dk, dv=of_keys.dv), *scalars, *counts, q_terms, k_terms
     made = repair(repair_backward_kernel, max(totals), args, target, query, key)
-    plans = {
+    configs = {
         name: x.options["CONFIG"] for name, x in zip(("QUERY", "KEY", "VALUE"), (query, key, *values), strict=False)
     }
     options = {name: x for name, x in made.options.items() if name != "CONFIG"} | {"VALUE": None}
-    options |= {"QUERIES": plans["QUERY"].BLOCK_M, "KEYS": plans["KEY"].BLOCK_N}
-    return [made._replace(options=options | {name: _few_rows(name, plan) for name, plan in plans.items()})]
+    options |= {"QUERIES": configs["QUERY"].BLOCK_M, "KEYS": configs["KEY"].BLOCK_N}
+    return [made._replace(options=options | {name: _few_rows(name, config) for name, config in configs.items()})]
 
 
-def _few_rows(name: str, plan: KernelConfig) -> KernelConfig:
+def _few_rows(name: str, config: KernelConfig) -> KernelConfig:
     """The same with at most FEW_ROWS rows: too few for the matrix instructions of a warpgroup (wgmma)."""
     side = "BLOCK_M" if name == "QUERY" else "BLOCK_N"
-    return plan._replace(**{side: min(FEW_ROWS, getattr(plan, side))})
+    return config._replace(**{side: min(FEW_ROWS, getattr(config, side))})

@@ -8,7 +8,7 @@ from ..common import tiles
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
 from ..common.fp8_launches import quantise
-from ..common.kernel_config import flag_count, options_of
+from ..common.kernel_config import flag_count, launch_options
 from ..common.launch import INTERPRETED, Launch, Memory, Target, can_overlap, named
 from ..common.repair import repair_forward_kernel
 from ..common.repair_launches import repairs
@@ -48,7 +48,7 @@ def fp8_forward_launches(
         None,
         device_terms(request, gpu, tile.block),
     )
-    options = options_of(
+    options = launch_options(
         request,
         tile,
         gpu,

@@ -17,7 +17,7 @@ from ..common.kernel_config import (
     flag_count,
     forward_tile,
     is_even,
-    options_of,
+    launch_options,
     shares_tiles,
 )
 from ..common.launch import Build, Built, Launch, Memory, Target, can_overlap, named, pdl_option
@@ -102,7 +102,7 @@ def forward_launch(
             splits if splits > 1 else None,
             device_terms(request, gpu, tile.block),
         ),
-        options_of(
+        launch_options(
             request,
             tile,
             gpu,
