@@ -11,7 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..errors import AttentionError
 from ..kv_formats import LATENT, WIDTH, head_dim, is_deepseek_fp8, shares_memory
-from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, Rotary, SharedPrefix
+from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, SharedPrefix
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..options import KvOptions, kv_defaults, options_of
