@@ -117,7 +117,7 @@ def test_bad_input() -> None:
     indices = torch.zeros(2, 1, 8, dtype=torch.int32)
     refused("lengths", x.q, x.cache, page_table=x.options["page_table"])
     refused("cache", x.q, x.cache[..., :512], x.lengths)
-    refused("head dim of q", x.q[..., :512], x.cache, x.lengths)
+    refused("shape of q", x.q[..., :512], x.cache, x.lengths)
     refused("shape of indices", x.q, x.cache, indices=indices[:1])
     refused("dtype of token_table", x.q, x.cache, indices=indices.long())
     refused("page_table", x.q, x.cache, indices=indices, **x.options)
