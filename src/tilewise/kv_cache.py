@@ -18,7 +18,7 @@ from .ops import kv as ops
 from .options import KvOptions, kv_defaults, kv_options, show_options
 from .plan_cache import plans, positions, runner_of, signature
 from .request import lse_dtype
-from .torch_internals import is_traced
+from .torch_internals import is_eager, is_traced
 from .validation import kv as checks
 from .validation import kv_contents as contents
 from .validation.dense import CHECK_CONTENTS
@@ -332,20 +332,16 @@ class Prepared(NamedTuple):
 def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """The signature, or None if the call is not kept and is checked every time: traced calls, those on a CPU, those
     whose lengths are a number, and all calls with TILEWISE_CHECK=1."""
-    if CHECK_CONTENTS:
+    if CHECK_CONTENTS or not is_eager():  # a tracer cannot compare the addresses below
         return None
-    k, v = tensors[1:3]
     plan = options.get("plan")
-    if type(plan) is KvPlan:
-        tensors += plan[:3]
-        options = {option: value for option, value in options.items() if option != "plan"}
-        # the shape has 25 items: as one part, and the types as another, because True == 1
-        key = signature(name, tensors, options, plan.shape, (*map(type, plan.shape),), plan.backend)
-    else:
-        key = signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None)
-    # asked last: a tracer, whose calls have no signature, cannot compare addresses
-    is_shared = key is not None and name == "attention_kv" and shares_memory(k, v)
-    return (*key, "shared") if is_shared else key  # type: ignore[misc]
+    is_shared = name == "attention_kv" and shares_memory(*tensors[1:3])
+    if type(plan) is not KvPlan:
+        return signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None, is_shared)
+    tensors += plan[:3]
+    others = {option: value for option, value in options.items() if option != "plan"}
+    # the shape has 25 items: as one part, and the types as another, because True == 1
+    return signature(name, tensors, others, plan.shape, (*map(type, plan.shape),), plan.backend, is_shared)
 
 
 def _run_new(
