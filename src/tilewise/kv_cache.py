@@ -22,6 +22,7 @@ from .torch_internals import is_eager, is_traced
 from .validation import kv as checks
 from .validation import kv_contents as contents
 from .validation.dense import CHECK_CONTENTS
+from .validation.kv_rotary import check_positions
 
 
 def _takes_options(function: Any) -> Any:
@@ -391,6 +392,7 @@ def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, gi
 def _check_contents(request: KvRequest, given: KvOptions) -> None:
     """Checks the contents of a call's tensors. Synchronises with the GPU."""
     contents.check(request, given["slots"], None if given["k_new"] is None else given["k_new"].shape[0])
+    check_positions(given["rotary"], request.dense.cu_q, given["cu_seqlens_new"])
     plan: KvPlan | None = given["plan"]
     if plan is not None:
         _check_plan(plan, request)

@@ -11,6 +11,7 @@ from torch import Tensor
 import tilewise
 from tests.kv_cases import KvCase, inputs
 from tilewise import AttentionError, Rotary, append_kv, attention_kv
+from tilewise.validation.kv_rotary import check_positions
 
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -173,6 +174,11 @@ def test_positions_of_other_tokens() -> None:
         rotated(cu_new, rotary)
     own = rotary._replace(q_positions=rotary.positions)
     torch.testing.assert_close(rotated(cu_q.clone(), rotary), rotated(cu_new, own))
+    # on a GPU the call does not read the offsets, and check_kv does
+    check_positions(own, cu_q, cu_new)
+    check_positions(rotary, cu_q, cu_q.clone())
+    with pytest.raises(AttentionError, match="rotary q_positions: found None; expected given, because"):
+        check_positions(rotary, cu_q, cu_new)
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3)], ids=str)
