@@ -45,6 +45,7 @@ MORE: tuple[dict[str, Any], ...] = (  # where it is measured
 )
 SPILL = 256  # bytes that a thread may store and load once, outside of the loop over keys
 LOOP_SPILLS = 6  # instructions in its loop over keys (a mask mod 6, a tree 2, sm_100 1): to shrink, never to grow
+SMALL_SPILL = 16  # of small kernels, outside of loops: the ptxas for aarch64 spills 8 bytes, that for x86_64 none
 REPAIR_SPILL = 1024  # if rows may see different keys: the repair nearly never runs
 
 
@@ -53,7 +54,7 @@ def faults(made: dict[str, Any]) -> list[str]:
         return [made["error"]]
     repairs = made.get("queries", 1) > 1 or made.get("term") == "documents"
     is_decode = made["kernel"] in ("attend", "prefix")
-    allowed = (REPAIR_SPILL if repairs else SPILL) if is_decode else 0
+    allowed = (REPAIR_SPILL if repairs else SPILL) if is_decode else SMALL_SPILL
     found = [f"{made['spills']} bytes spilled"] if made["spills"] > allowed else []
     if made["loop_spills"] > (LOOP_SPILLS if repairs else 0):
         found.append(f"{made['loop_spills']} spills in the loop over keys")
