@@ -91,7 +91,7 @@ def _compared(plan: Plan, sharded: Tensor, whole: Tensor, tolerance: float) -> f
         raise AttentionError(
             "the difference from one rank",
             f"{error:.1e}, largest at token {token}, on rank {rank}",
-            f"at most {tolerance:.1e}: positions by plan.positions(), and nothing else that counts a rank's own tokens",
+            f"at most {tolerance:.1e}: use plan.positions() for positions, never the number of a token within its rank",
         )
     return error
 

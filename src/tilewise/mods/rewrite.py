@@ -107,7 +107,7 @@ class _Rewriter(ast.NodeTransformer):
                 expected = "no loop: write its steps out, or a sum over the row of a tensor as table[q_idx].sum()"
                 self.fail(x, f"a {type(x).__name__.lower()} loop", expected)
             case ast.Expr(value=ast.Call(func=ast.Name(id="print"))):
-                expected = "none: to see values, call the mod with tensors, as in mod(score, b, h, q_idx, kv_idx)"
+                expected = "none: to see values, call the mod with tensors for its arguments"
                 self.fail(x, "a print", expected)
             case ast.Expr():
                 self.fail(x, f"{ast.unparse(x)!r}, whose value is not used", "assignments to names, and one return")
