@@ -232,6 +232,8 @@ def misplaced(function: str, values: tuple[Any, ...]) -> AttentionError:
             hint = VARLEN
         case int() | float():
             hint = f"scale={first}"
+        case _ if type(first).__name__ == "BlockMask":  # torch's
+            hint = "mask_mod=tilewise.block_mask(...), or tilewise.compat.flex_attention, which takes torch's"
         case _:
             hint = "causal=True"
     found = ", ".join(type(x).__name__ for x in values)

@@ -236,7 +236,10 @@ def band(causal: bool, window: Window | None) -> tuple[int | None, int | None]:
     if window is None:
         return None, 0 if causal else None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise AttentionError("window", repr(window), "(left, right), each an int >= 0 or None for unbounded")
+        expected = "(left, right), each an int >= 0 or None for unbounded"
+        if type(window) is int and window > 0:
+            expected += f"; ({window - 1}, 0) for the last {window} keys"
+        raise AttentionError("window", repr(window), expected)
     before, after = (_side(name, side) for name, side in zip(("left", "right"), window, strict=True))
     return before, 0 if causal else after
 

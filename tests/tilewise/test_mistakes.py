@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,12 @@ Q = torch.randn(1, 8, 2, 16)
 PACKED = torch.randn(10, 2, 16)
 CU = torch.tensor([0, 3, 10], dtype=torch.int32)
 BLOCKS = tilewise.block_mask(tilewise.mods.block_diagonal(16), 32, 32, block=(16, 16))
+
+
+def torch_block_mask() -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 8, 8, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +47,8 @@ BLOCKS = tilewise.block_mask(tilewise.mods.block_diagonal(16), 32, 32, block=(16
         (lambda: attention(Q, Q, Q, alibi=True), "found alibi=; expected alibi_slopes="),
         (lambda: attention(Q, Q, Q, sliding_window=4), r"expected window=\(3, 0\)"),
         (lambda: attention(Q, Q, Q, sliding_window=None), r"expected window=\(left, right\)"),
+        (lambda: attention(Q, Q, Q, window=4), r"expected \(left, right\).*; \(3, 0\) for the last 4 keys"),
+        (lambda: attention(Q, Q, Q, torch_block_mask()), r"options by name: mask_mod=tilewise\.block_mask"),
         (lambda: attention(Q, Q, Q, mask_mod=Q > 0), r"mask_mod=lambda b, h, q_idx, kv_idx: mask\[b, h, q_idx, kv_idx"),
         (lambda: attention(Q, Q, Q, mask_mod=torch.ones(8, 8) > 0), r"kv_idx: mask\[q_idx, kv_idx\]"),
         (lambda: attention(Q, Q, Q, score_mod=torch.ones(8, 8)), "expected bias="),
