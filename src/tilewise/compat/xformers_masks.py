@@ -118,7 +118,7 @@ class LocalAttentionFromBottomRightMask:
 
 @dataclass
 class BlockDiagonalMask:
-    """Sequences one after the other, each of which sees only itself.
+    """Packed sequences. A query sees only the keys of its own sequence.
 
     >>> from tilewise.compat.xformers import memory_efficient_attention
     >>> texts = [torch.randn(1, 3, 4, 16), torch.randn(2, 5, 4, 16)]

@@ -31,8 +31,8 @@ def naive(x: Tensor) -> Tensor:
 
 
 def safe(x: Tensor) -> Tensor:
-    """exp(x_i - m) / Σ exp(x_j - m): no exponent is above 0. Three passes, each of which needs the result of the one
-    before.
+    """exp(x_i - m) / Σ exp(x_j - m): no exponent is above 0. It takes three passes: the maximum m, the sum, the
+    quotients.
 
     >>> safe(torch.tensor([3.0, 2.0, 5.0, 1.0]))
     tensor([0.1125, 0.0414, 0.8310, 0.0152])

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...request import LIMIT, Request, Spec
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.fp8 import Fp8Scales
-from ..common.device.structs import PAD
+from ..common.fp8_format import KEY_BLOCK
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named, pdl_option
 from ..common.score_terms import device_terms, mask_mod, score_mod
 from ..common.shapes import CallShape, by_group, call_shape, new_max_logit, new_results, padded
@@ -23,7 +23,6 @@ from .pipeline import CachePointers, KvCache
 from .support import GPU, is_uneven
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
-FP8_BLOCK = PAD.value  # keys of a block of fp8 operands
 NO_CACHE = KvCache(*CachePointers(), *[0] * 6)
 
 
@@ -117,7 +116,7 @@ def fp8_forward_launches(
     operands = Operands(
         (
             *column_descriptors(q, ROWS.value),
-            *column_descriptors(k, FP8_BLOCK),
+            *column_descriptors(k, KEY_BLOCK),
             *column_descriptors(v, config.BLOCK_DV),
         ),
         quantised.scales,
@@ -166,13 +165,13 @@ def forward_launch(
 
 
 def fp8_config(size: CallShape, spec: Spec, has_bias: bool) -> ForwardConfig:
-    """The config for fp8 operands, whose blocks have FP8_BLOCK keys."""
+    """The config for fp8 operands, whose blocks have KEY_BLOCK keys."""
     tile, dv = tiles.FP8_FORWARD, padded(size.dv, 64)
     return ForwardConfig(
         BLOCK_M=ROWS.value * tile.warpgroups,
         BLOCK_DV=dv,
         HEAD_PARTS=(dv,),
-        BLOCK_N=FP8_BLOCK,
+        BLOCK_N=KEY_BLOCK,
         GROUP=size.heads // size.kv_heads,
         WARPGROUPS=tile.warpgroups,
         STAGES=tile.stages,
