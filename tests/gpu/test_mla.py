@@ -85,10 +85,10 @@ def test_values_elsewhere_after_shared_ones() -> None:
     other = x.cache.clone()
     views = x.cache[..., :512], other[..., :512]
     a, b = (tilewise.attention_kv(x.q, x.cache, v, x.lengths, **x.options) for v in views)
-    assert torch.allclose(a, b, atol=1e-2)
+    assert torch.allclose(a, b, atol=1e-2, rtol=1e-2)  # bfloat16: two roundings
     other.mul_(2)
     c = tilewise.attention_kv(x.q, x.cache, views[1], x.lengths, **x.options)
-    assert torch.allclose(c, 2 * a, atol=1e-2)
+    assert torch.allclose(c, 2 * a, atol=1e-2, rtol=1e-2)  # bfloat16: two roundings
 
 
 def test_compiled() -> None:
