@@ -13,8 +13,6 @@ gradient. Arguments that are not supported raise AttentionError.
 from __future__ import annotations
 
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from ..errors import AttentionError
 from ..validation.arguments import tensor
 from . import bert_padding, flash_attn_3, rotary
 from .flash_arguments import BOTH_WAYS, Window, options_of, over_cache, unpacks
+from .modules import Missing, module, package
 from .segments import used
 
 VERSION = "2.8.3"
@@ -331,7 +330,8 @@ def install() -> None:
         from flash_attn.bert_padding import pad_input, unpad_input
         from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 
-    Other parts of that package (models, fused operations) do not exist: importing them fails.
+    Other modules of that package (losses, normalisations, layers, models) do not exist: their import raises
+    ModuleNotFoundError, which says what to use.
 
     Raises:
         AttentionError: flash_attn is imported already.
@@ -340,24 +340,13 @@ def install() -> None:
     if there is not None and getattr(there, "__file__", None):
         raise AttentionError("install()", "flash_attn is imported already", "a call before anything imports it")
     functions = {name: x for name, x in globals().items() if name.startswith("flash_attn_") and callable(x)}
-    interface = _module("flash_attn.flash_attn_interface", functions)
-    padding = _module("flash_attn.bert_padding", vars(bert_padding))
-    layers = _package("flash_attn.layers", rotary=_module("flash_attn.layers.rotary", vars(rotary)))
-    rotation = _module("flash_attn.ops.triton.rotary", {"apply_rotary": rotary.apply_rotary})
-    ops = _package("flash_attn.ops", triton=_package("flash_attn.ops.triton", rotary=rotation))
+    interface = module("flash_attn.flash_attn_interface", functions)
+    padding = module("flash_attn.bert_padding", vars(bert_padding))
+    layers = package("flash_attn.layers", rotary=module("flash_attn.layers.rotary", vars(rotary)))
+    rotation = module("flash_attn.ops.triton.rotary", {"apply_rotary": rotary.apply_rotary})
+    ops = package("flash_attn.ops", triton=package("flash_attn.ops.triton", rotary=rotation))
     names = {"flash_attn_interface": interface, "bert_padding": padding, "layers": layers, "ops": ops}
-    _package("flash_attn", __version__=VERSION, **names, **functions)
-    _module("flash_attn_interface", vars(flash_attn_3))
-
-
-def _package(name: str, **names: Any) -> ModuleType:
-    return _module(name, {"__path__": [], **names})
-
-
-def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    """A module of this name with the public ones of the names."""
-    made = ModuleType(name, "flash-attn's functions, by tilewise: see tilewise.compat.flash_attn")
-    vars(made).update({k: x for k, x in names.items() if not k.startswith("_") or k in ("__version__", "__path__")})
-    made.__spec__ = ModuleSpec(name, None, is_package="__path__" in names)
-    sys.modules[name] = made
-    return made
+    package("flash_attn", __version__=VERSION, **names, **functions)
+    module("flash_attn_interface", vars(flash_attn_3))
+    if not any(isinstance(x, Missing) for x in sys.meta_path):
+        sys.meta_path.append(Missing())

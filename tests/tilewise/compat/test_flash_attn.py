@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tilewise
-from tilewise.compat import bert_padding, flash_attn, flash_attn_3
+from tilewise.compat import bert_padding, flash_attn, flash_attn_3, modules
 
 
 def naive(
@@ -483,15 +484,34 @@ print(flash_attn.__version__, flash_attn_func(q, q, q, causal=True).shape, third
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_func
 from flash_attn.ops.triton.rotary import apply_rotary
 assert RotaryEmbedding(8)(torch.randn(1, 5, 3, 2, 8)).shape == (1, 5, 3, 2, 8)
-try:
-    import flash_attn.modules.mha
-except ImportError as error:
-    print("no modules")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:2] == [
-        "2.8.3 torch.Size([1, 5, 2, 8]) tilewise.compat.flash_attn_3", "no modules",
-    ]  # fmt: skip
+    assert done.stdout.strip() == "2.8.3 torch.Size([1, 5, 2, 8]) tilewise.compat.flash_attn_3"
+
+
+def test_modules_that_flash_attn_has_and_tilewise_has_not() -> None:
+    """An import says what to use, a question (torch asks for flash_attn.cute) is answered with None."""
+    script = """
+import importlib, importlib.util, sys
+import tilewise
+for _ in range(2):
+    tilewise.compat.flash_attn.install()
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        print(error)
+for name in ("flash_attn.cute", "flash_attn.losses", "flash_attn.ops.rms_norm"):
+    assert importlib.util.find_spec(name) is None
+"""
+    names = [*modules.INSTEAD, "flash_attn.losses.cross_entropy", "flash_attn.modules.mha", "flash_attn.utils"]
+    done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, check=True)
+    told = done.stdout.splitlines()
+    assert len(told) == len(names)
+    for line, use in zip(told, modules.INSTEAD.values(), strict=False):
+        assert f"; use {use}. Modules of flash_attn that work: flash_attn.bert_padding, " in line
+    page = Path(__file__).parents[3].joinpath("docs", "from-flash-attn.md").read_text(encoding="utf-8")
+    assert all(f"`{name.partition('.')[2]}`" in page for name in modules.INSTEAD)
 
 
 def test_install_after_the_fact_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
