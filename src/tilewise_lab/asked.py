@@ -47,6 +47,9 @@ def folder(path: Path, marker: str, option: str = "--out") -> Path:
     `marker` in it, a file that is always written."""
     if path.exists() and not path.is_dir():
         raise AttentionError(option, f"{str(path)!r}, a file", "a folder")
+    if path.suffix in (".html", ".htm"):
+        found = f"{str(path)!r}, the name of a page"
+        raise AttentionError(option, found, f"the folder of the pages, for example {option} {path.with_suffix('')}")
     if path.exists() and any(path.iterdir()) and not (path / marker).exists():
         found = f"{str(path)!r}, a folder with other files"
         raise AttentionError(option, found, "a new or an empty folder, or one to be written again: it is emptied first")

@@ -131,9 +131,15 @@ def test_docs_do_not_empty_a_folder_of_other_files(capsys, tmp_path, monkeypatch
     note.write_text("mine")
     folder.mkdir()
     (folder / "mine.txt").write_text("mine")
-    for out, said in (note, "a file; expected a folder"), (folder, "a folder with other files"):
+    page = tmp_path / "x.html"
+    for out, said in (
+        (note, "a file; expected a folder"),
+        (folder, "a folder with other files"),
+        (page, f"the name of a page; expected the folder of the pages, for example --out {tmp_path / 'x'}"),
+    ):
         assert cli.main(["docs", "--out", str(out)]) == 2
         assert said in capsys.readouterr().err
+    assert not page.exists()
     assert note.read_text() == (folder / "mine.txt").read_text() == "mine"
 
 

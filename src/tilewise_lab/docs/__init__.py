@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("build/docs"), help="the folder (default: %(default)s)")
+    help_out = "the folder of the site, emptied first (default: %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("build/docs"), metavar="FOLDER", help=help_out)
     parser.add_argument("--open", action="store_true", help="open the site in a browser when it is done")
     parser.add_argument("--without-explorer", action="store_true", help="leave out the explorer page")
     parser.add_argument("--without-outputs", action="store_true", help="do not run the lessons: words and code only")
@@ -23,12 +24,10 @@ def run(options: Namespace) -> int:
     from tilewise_lab.docs.build import build
     from tilewise_lab.progress import progress
 
-    asked.folder(options.out, "objects.inv")
+    out = asked.folder(options.out, "objects.inv")
     with progress() as show:
-        pages = build(
-            options.out, explorer=not options.without_explorer, outputs=not options.without_outputs, show=show
-        )
-    index = options.out / "index.html"
+        pages = build(out, explorer=not options.without_explorer, outputs=not options.without_outputs, show=show)
+    index = out / "index.html"
     print(f"{index}: {pages} pages, in English and Chinese")
     if options.open:
         webbrowser.open(index.resolve().as_uri())

@@ -26,7 +26,7 @@ from tilewise_lab.learn.course import chosen, lesson
 from tilewise_lab.learn.tools import not_written
 
 Check = FunctionType  # of a loaded answer
-LIMIT = 300.0  # seconds that an answer may take; the slowest lesson's solution takes some tens
+LIMIT = 30.0  # seconds that the exercises of a lesson may take together; --limit changes it
 
 
 def load(path: Path, name: str) -> ModuleType:
@@ -51,14 +51,21 @@ class Verdict(NamedTuple):
         return not_written() if self.hint is None else self.hint
 
 
-def verdicts(number: int, answer: Path) -> list[Verdict]:
-    """One for each exercise of the lesson, in order; one alone if the file cannot be run."""
+def verdicts(number: int, answer: Path, tell: Callable[[str, Any], None] | None = None) -> list[Verdict]:
+    """One for each exercise of the lesson, in order; one alone if the file cannot be run. `tell` gets ("exercises",
+    names) once the file has run, and ("verdict", verdict) after each exercise."""
+    tell = tell or (lambda kind, value: None)
     checks: Sequence[Check] = load(lesson(number).beside("checks"), f"check_{number}").EXERCISES
-    found: list[ModuleType] = []
-    hint = told(lambda: found.append(load(answer, "answer")), answer)
+    answers: list[ModuleType] = []
+    hint = told(lambda: answers.append(load(answer, "answer")), answer)
     if hint != "":
         return [Verdict(answer.name, hint)]
-    return [Verdict(check.__name__, told(lambda: check(found[0]), answer)) for check in checks]  # noqa: B023
+    tell("exercises", [check.__name__ for check in checks])
+    found = []
+    for check in checks:
+        found.append(Verdict(check.__name__, told(lambda: check(answers[0]), answer)))  # noqa: B023
+        tell("verdict", found[-1])
+    return found
 
 
 def told(run: Callable[[], object], answer: Path) -> str | None:
@@ -85,32 +92,53 @@ def _place(line: int | None, path: str) -> str:
 
 
 def verdicts_within(number: int, answer: Path, seconds: float) -> list[Verdict]:
-    """`verdicts`, found in a process of its own: the answer may loop forever, or end the process."""
+    """`verdicts`, found in a process of its own, which is stopped after these seconds: the answer may loop forever, or
+    end the process. Then the exercise that ran has a verdict that says so, and those after it have none."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder, "verdict.json")
-        command = [sys.executable, "-m", __spec__.name, str(number), str(answer), str(found), language()]
+        written = Path(folder, "verdicts.jsonl")
+        command = [sys.executable, "-m", __spec__.name, str(number), str(answer), str(written), language()]
         places = os.pathsep.join(str(Path(x).resolve()) for x in sys.path)
+        late = False
         try:
             subprocess.run(command, timeout=seconds, check=False, env=os.environ | {"PYTHONPATH": places})
         except subprocess.TimeoutExpired:
-            en = f"it ran for {seconds:.0f} s without an end: is there a loop that does not stop?"
-            return [Verdict(answer.name, say(en, f"运行了 {seconds:.0f} 秒还没有结束：是否有停不下来的循环？"))]
-        if not found.exists():
-            return [Verdict(answer.name, say("it ended the process before it was graded", "它在批改之前就结束了进程"))]
-        kind, value = json.loads(found.read_text(encoding="utf-8"))
-    if kind == "error":
-        raise AttentionError(*value)
-    return [Verdict(*one) for one in value]
+            late = True
+        lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []
+    said = [json.loads(line) for line in lines]
+    last = dict(said)
+    if "error" in last:
+        raise AttentionError(*last["error"])
+    if "all" in last:
+        return [Verdict(*one) for one in last["all"]]
+    graded = [Verdict(*value) for kind, value in said if kind == "verdict"]
+    names = last.get("exercises", [answer.name])
+    return [*graded, Verdict(names[len(graded)], _too_long(seconds) if late else _gone())]
 
 
-def main(number: str, answer: str, found: str, lang: str) -> None:
-    """Write the verdict to the file `found`, as JSON."""
+def _too_long(seconds: float) -> str:
+    more = f"--limit {2 * seconds:.0f}"
+    return say(
+        f"stopped after {seconds:.0f} s. Is there a loop that does not end? If it only needs more time, add {more}",
+        f"{seconds:.0f} 秒后停止。是否有不会结束的循环？如果只是需要更多时间，请加上 {more}",
+    )
+
+
+def _gone() -> str:
+    return say("it ended the process before it was graded", "它在批改之前就结束了进程")
+
+
+def main(number: str, answer: str, written: str, lang: str) -> None:
+    """Write what `verdicts` tells to a file, a line of JSON each; last ("all", verdicts) or ("error", arguments)."""
     use(lang)
-    try:
-        made: tuple[str, Any] = "verdicts", verdicts(int(number), Path(answer))
-    except AttentionError as error:
-        made = "error", list(map(str, error.args))
-    Path(found).write_text(json.dumps(made), encoding="utf-8")
+    with Path(written).open("w", encoding="utf-8") as file:
+
+        def tell(kind: str, value: Any) -> None:
+            print(json.dumps([kind, value]), file=file, flush=True)
+
+        try:
+            tell("all", verdicts(int(number), Path(answer), tell))
+        except AttentionError as error:
+            tell("error", list(map(str, error.args)))
 
 
 def grade(number: int, answer: Path, seconds: float = LIMIT) -> int:
@@ -118,9 +146,12 @@ def grade(number: int, answer: Path, seconds: float = LIMIT) -> int:
     lesson(number)
     if not answer.exists():
         raise AttentionError("file", answer, "a Python file")
+    if not seconds > 0:
+        raise AttentionError("--limit", seconds, "seconds, above 0")
     found = verdicts_within(number, answer, seconds)
     for n, one in enumerate(found, 1):
-        where = say(f"exercise {n} of {len(found)}, {one.name}", f"练习 {n} / {len(found)}，{one.name}")
+        where = say(f"exercise {n} of 3, {one.name}", f"练习 {n} / 3，{one.name}")
+        where = answer.name if one.name == answer.name else where  # the whole file
         mark = "✓" if one.hint == "" else "·" if one.hint is None else "✗"
         print(f"{mark} {where}" + (say(": ", "：") + one.words if one.words else ""))
     if any(one.hint != "" for one in found):

@@ -4,7 +4,7 @@ tilewise learn                       the lessons, and how far you are
 tilewise learn 3                     lesson 3, cell by cell
 tilewise learn 3 --checks            with its folded cells: checks, code of figures
 tilewise learn 3 --exercise          its three exercises, as a file to fill in
-tilewise learn --check 3 answer.py   grade your answers
+tilewise learn --check 3 answer.py   grade your answers (within 30 s; --limit 120 gives them more)
 tilewise learn 3 --solution          one way to solve them
 tilewise learn 3 --lang zh           in Chinese (en: English; else as LANG says)
 tilewise learn --notebooks FOLDER    all of them as Jupyter notebooks
@@ -24,6 +24,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("lesson", nargs="?", type=int)
     parser.add_argument("--exercise", action="store_true", help="write the lesson's exercises to a file here")
     parser.add_argument("--check", nargs=2, metavar=("LESSON", "FILE"), help="grade answers")
+    parser.add_argument(
+        "--limit", type=float, default=30, metavar="SECONDS", help="stop --check after this time (default: %(default)s)"
+    )
     parser.add_argument("--solution", action="store_true", help="print one")
     parser.add_argument("--lang", choices=("en", "zh"), help="the language of lessons, exercises and hints")
     parser.add_argument("--notebooks", type=Path, metavar="FOLDER", help="write the lessons as Jupyter notebooks")
@@ -53,7 +56,7 @@ def run(options: Namespace) -> int:
         number, answer = options.check
         if not number.isdigit():
             raise AttentionError("--check", repr(number), "the number of a lesson, then the file of an answer")
-        return check.grade(int(number), Path(answer))
+        return check.grade(int(number), Path(answer), options.limit)
     if options.measure:
         return lab.measure_all(options.measure, options.only)
     if options.lesson is None:

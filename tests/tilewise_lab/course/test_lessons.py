@@ -251,7 +251,7 @@ def test_a_kernel_that_a_lesson_writes_is_the_one_that_is_measured(number, name)
 @pytest.mark.parametrize(
     ("answer", "said", "seconds"),
     [
-        ("while True:\n    pass\n", "without an end", 2),
+        ("while True:\n    pass\n", "✗ answer.py: stopped after 5 s. Is there a loop that does not end?", 5),
         ("import os\nos._exit(0)\n", "it ended the process before it was graded", 200),
         ("def f(:\n", "SyntaxError: invalid syntax (line 1 of answer.py)", 200),
     ],
@@ -261,3 +261,16 @@ def test_no_answer_takes_the_grader_along(answer, said, seconds, tmp_path, capsy
     file.write_text(answer)
     assert check.grade(1, file, seconds=seconds) == 1
     assert said in capsys.readouterr().out
+
+
+def test_an_endless_loop_in_one_exercise(tmp_path, capsys):
+    """It is named with what was graded before it, within the limit that was given."""
+    file = tmp_path / "answer.py"
+    file.write_text("def attention(*args):\n    ...\n\ndef intensity(*args):\n    while True:\n        pass\n")
+    assert cli.main(["learn", "--check", "1", str(file), "--limit", "8"]) == 1
+    first, *_, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("✗ exercise 1 of 3, attention: ")
+    assert second.startswith("✗ exercise 2 of 3, intensity: stopped after 8 s.")
+    assert second.endswith("add --limit 16")
+    assert cli.main(["learn", "--check", "1", str(file), "--limit", "0"]) == 2
+    assert "--limit: found 0.0; expected seconds, above 0" in capsys.readouterr().err
