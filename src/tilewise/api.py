@@ -124,9 +124,12 @@ def attention(
         alibi_slopes: (H,) or (B, H). Subtracts slope * abs(i + Sk - Sq - j) from the score of query i and key j.
             Differentiable.
         sinks: (H,) scores that are added to the softmax denominator and have no value. Differentiable.
-        score_mod: a `tilewise.score_mod` with its tensors bound. Its float tensors are differentiable.
-        mask_mod: a `tilewise.mask_mod` with its tensors bound: the pairs that are visible, in addition to causal and
-            window. Or a `tilewise.block_mask` of one, which also skips tiles without a visible pair.
+        score_mod: a function f(score, b, h, q_idx, kv_idx) that returns the changed score of a pair: a plain function,
+            or one decorated with `tilewise.score_mod` and called with its tensors, as torch.compile needs it. Its float
+            tensors are differentiable.
+        mask_mod: a function f(b, h, q_idx, kv_idx) that is True for the pairs that are visible, in addition to causal
+            and window: a plain function, or one decorated with `tilewise.mask_mod` and called with its tensors. Or a
+            `tilewise.block_mask` of one, which also skips tiles without a visible pair.
         dropout_p: probability that a softmax weight is dropped. The others are divided by 1 - dropout_p.
         seed: seed of dropout, an int or an int64 tensor of one element. Default: drawn from torch's generator. The same
             seed drops the same weights: `tilewise.dropout_mask` returns which.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .backends.reference.scored import weights_of
-from .errors import AttentionError
+from .errors import AttentionError, shown
 from .options import REQUIRED, Options, misplaced, takes_options
 from .validation import dense as validation
 
@@ -53,7 +53,11 @@ def weights(
         raise misplaced("weights", others)
     q, k, v = validation.to_bshd(q, k, v, layout)
     request = validation.checked_request(q, k, v, (), (), options)
-    return weights_of(request, _indices(rows, q.shape[1], q.device))
+    chosen = _indices(rows, q.shape[1], torch.device("cpu") if q.is_meta else q.device)
+    if q.is_meta:  # shapes alone
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.new_empty(q.shape[0], q.shape[2], len(chosen), k.shape[1], dtype=dtype)
+    return weights_of(request, chosen)
 
 
 def _indices(rows: Any, n: int, device: torch.device) -> Tensor:
@@ -62,7 +66,7 @@ def _indices(rows: Any, n: int, device: torch.device) -> Tensor:
     try:
         found = torch.as_tensor(rows, device=device)
     except (TypeError, ValueError, RuntimeError):
-        raise AttentionError("rows", repr(rows), "indices of queries") from None
+        raise AttentionError("rows", shown(rows), "indices of queries") from None
     found = found.reshape(-1).long() if not found.numel() else found.reshape(-1)
     if found.dtype not in (torch.int32, torch.int64):
         raise AttentionError("rows", f"{found.dtype}", "indices of queries, ints")

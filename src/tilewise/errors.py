@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 
 class AttentionError(ValueError):
@@ -20,3 +22,18 @@ class AttentionError(ValueError):
 
     def __str__(self) -> str:
         return "{}: found {}; expected {}".format(*self.args)
+
+
+def shown(value: Any) -> str:
+    """A value in an error message: of a tensor its shape and dtype, of anything else its repr, at most 200 characters.
+
+    >>> import torch
+    >>> shown((torch.zeros(2, 3), 0)), shown("fp4")
+    ('(a tensor (2, 3) of torch.float32, 0)', "'fp4'")
+    """
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    if type(value) in (tuple, list) and any(isinstance(x, Tensor) for x in value):
+        return f"({', '.join(map(shown, value))})"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

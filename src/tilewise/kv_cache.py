@@ -81,8 +81,10 @@ def attention_kv(
         softcap: as in `attention`.
         sinks: as in `attention`.
         alibi_slopes: as in `attention`.
-        score_mod: as in `attention`. kv_idx counts from the sequence's first position in the cache.
-        mask_mod: as in `attention`, with kv_idx as in score_mod.
+        score_mod: a plain function or a called `tilewise.score_mod`, as in `attention`. kv_idx counts from the
+            sequence's first position in the cache.
+        mask_mod: a plain function or a called `tilewise.mask_mod`, as in `attention`, with kv_idx as in score_mod. No
+            `tilewise.block_mask`.
         out: a tensor for the result.
         return_lse: if True, lse is returned too.
         return_max_logit: if True, the largest score of each head is returned too, last. "auto" then chooses the

@@ -7,12 +7,13 @@ The neutral element is (0, -inf): no keys at all.
 
 from __future__ import annotations
 
+import warnings
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from .errors import AttentionError
+from .errors import AttentionError, shown
 
 State = tuple[Tensor, Tensor]
 
@@ -31,10 +32,9 @@ def merge(*parts: State, layout: str | None = None) -> State:
         parts: (out, lse) of each set of keys, as `attention` or `attention_varlen` return them: out (B, S, H, D) with
             lse (B, H, S), or out (T, H, D) with lse (H, T). Where lse is -inf a part saw no key, and its out is not
             read.
-        layout: "bshd" for these shapes, or "bhsd" for out (B, H, S, D) of calls with layout="bhsd". Without it, parts
-            are "bshd". If there are as many tokens as heads, both layouts have the same shape: then a part with the
-            strides of a "bhsd" result raises, unless `layout` is given. (A contiguous copy of such a part cannot be
-            told from a "bshd" one.)
+        layout: "bshd" for these shapes, or "bhsd" for out (B, H, S, D) of calls with layout="bhsd". Default: "bshd".
+            Give it if there are as many tokens as heads, because both layouts have the same shape then. Without it, a
+            part with the strides of a "bhsd" result raises; any other part is taken as "bshd", with a warning.
 
     Returns:
         (out, lse) over all keys, differentiable. A single part is returned as it is.
@@ -45,11 +45,12 @@ def merge(*parts: State, layout: str | None = None) -> State:
     if not parts:
         raise AttentionError("parts to merge", "none", "(out, lse) of at least one")
     if layout not in (None, "bshd", "bhsd"):
-        raise AttentionError("layout", repr(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
+        raise AttentionError("layout", shown(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
     heads_first = layout == "bhsd"
     for n, part in enumerate(parts):
         _check(f"part {n}", part, parts[0], heads_first)
-        if layout is None:
+    if layout is None:
+        for n, part in enumerate(parts):
             _check_order(f"part {n}", part[0])
     if len(parts) == 1:
         return parts[0]
@@ -112,10 +113,13 @@ def _check(name: str, part: object, first: State, heads_first: bool) -> None:
 
 
 def _check_order(name: str, out: Tensor) -> None:
-    """Raise where `layout` was not given and the shape fits both layouts, but the strides are those of "bhsd"."""
-    if out.shape[-3] == out.shape[-2] > 1 and out.stride(-3) < out.stride(-2):
-        raise AttentionError(
-            f"layout of {name}",
-            f"none, for out {tuple(out.shape)}, as many tokens as heads, strides {out.stride()}",
-            "layout='bhsd', if the heads come first; or layout='bshd'",
-        )
+    """Where `layout` was not given and the shape fits both layouts: raise if the strides are those of "bhsd", else
+    warn. Python shows a warning once for each place that it comes from."""
+    if not out.shape[-3] == out.shape[-2] > 1:
+        return
+    found = f"none, for out {tuple(out.shape)}, as many tokens as heads"
+    expected = "layout='bhsd', if the heads come first; or layout='bshd'"
+    if out.stride(-3) < out.stride(-2):
+        raise AttentionError(f"layout of {name}", f"{found}, strides {out.stride()}", expected)
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"layout of merge: found {found}, taken as 'bshd'; expected {expected}", stacklevel=3)

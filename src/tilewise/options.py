@@ -30,8 +30,8 @@ class OtherOptions(TypedDict, total=False):
     bias: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
-    score_mod: Mod | None
-    mask_mod: Mod | BlockMask | None
+    score_mod: Mod | Callable[..., Any] | None
+    mask_mod: Mod | BlockMask | Callable[..., Any] | None
     dropout_p: float
     seed: int | Tensor | None
     deterministic: bool | None
@@ -69,8 +69,8 @@ class KvOptions(TypedDict, total=False):
     softcap: float | None
     sinks: Tensor | None
     alibi_slopes: Tensor | None
-    score_mod: Mod | None
-    mask_mod: Mod | None
+    score_mod: Mod | Callable[..., Any] | None
+    mask_mod: Mod | Callable[..., Any] | None
     out: Tensor | None
     return_lse: bool
     return_max_logit: bool

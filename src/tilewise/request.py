@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from .errors import AttentionError
+from .errors import AttentionError, shown
 from .torch_internals import constant
 
 MAX_HEAD_DIM = 512
@@ -239,7 +239,7 @@ def band(causal: bool, window: Window | None) -> tuple[int | None, int | None]:
         expected = "(left, right), each an int >= 0 or None for unbounded"
         if type(window) is int and window > 0:
             expected += f"; ({window - 1}, 0) for the last {window} keys"
-        raise AttentionError("window", repr(window), expected)
+        raise AttentionError("window", shown(window), expected)
     before, after = (_side(name, side) for name, side in zip(("left", "right"), window, strict=True))
     return before, 0 if causal else after
 
@@ -248,7 +248,7 @@ def _side(name: str, side: Any) -> int | None:
     if side is None:
         return None
     if isinstance(side, (bool, float, Tensor)) or not (isinstance(side, int) or hasattr(side, "__index__")):
-        raise AttentionError(f"window {name}", repr(side), "an int >= 0, or None for unbounded")
+        raise AttentionError(f"window {name}", shown(side), "an int >= 0, or None for unbounded")
     if side < 0:
         hint = f"{side}" + (" (flash-attn writes -1 for unbounded; here that is None)" if side == -1 else "")
         raise AttentionError(f"window {name}", hint, "an int >= 0, or None for unbounded")

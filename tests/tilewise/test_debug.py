@@ -58,3 +58,15 @@ def test_rows_that_are_none(rows):
         tilewise.weights(q, q, q, rows=rows)
     with pytest.raises(AttentionError, match="keyword argument: found row="):
         tilewise.weights(q, q, q, row=3)
+
+
+def test_of_meta_tensors_the_shape() -> None:
+    q, k = (
+        torch.empty(2, 5, 4, 8, device="meta", dtype=torch.bfloat16),
+        torch.empty(2, 7, 2, 8, device="meta").bfloat16(),
+    )
+    found = tilewise.weights(q, k, k, rows=[1, 3], causal=True)
+    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, (2, 4, 2, 7))
+    assert tilewise.weights(q, k, k).shape == (2, 4, 5, 7)
+    with pytest.raises(tilewise.AttentionError, match="rows: found 5 to 5; expected 0 to 4"):
+        tilewise.weights(q, k, k, rows=5)

@@ -96,11 +96,14 @@ def test_as_many_parts_as_there_are() -> None:
     whole = tilewise.attention(q, k, v, return_lse=True)
     cuts = [slice(n, n + 1) for n in range(4)]
     parts = [tilewise.attention(q, k[:, cut], v[:, cut], return_lse=True) for cut in cuts]
-    assert_close(tilewise.merge(*parts), whole)
+    with pytest.warns(UserWarning, match="as many tokens as heads, taken as 'bshd'; expected layout='bhsd', if"):
+        found = tilewise.merge(*parts)
+    assert_close(found, whole)
+    assert_close(tilewise.merge(*parts, layout="bshd"), whole)
     rounded = [(out.bfloat16(), lse) for out, lse in parts]
-    exact, _ = tilewise.merge(*((out.float(), lse) for out, lse in rounded))
-    assert torch.equal(tilewise.merge(*rounded)[0], exact.bfloat16())
-    assert tilewise.merge(parts[0]) == parts[0]
+    exact, _ = tilewise.merge(*((out.float(), lse) for out, lse in rounded), layout="bshd")
+    assert torch.equal(tilewise.merge(*rounded, layout="bshd")[0], exact.bfloat16())
+    assert tilewise.merge(parts[0], layout="bshd") == parts[0]
 
 
 def test_nan_of_a_part_that_saw_nothing_stays_there() -> None:
@@ -144,8 +147,10 @@ def test_a_layout_that_only_strides_tell_must_be_given(packed: bool) -> None:
     with pytest.raises(AttentionError, match=r"layout of part 0.*as many tokens as heads.*layout='bhsd'"):
         tilewise.merge(*parts)
     assert_close(tilewise.merge(*parts, layout="bhsd"), whole)
+    with pytest.warns(UserWarning, match="taken as 'bshd'"):  # a copy has no strides to tell
+        tilewise.merge(*((out.contiguous(), lse) for out, lse in parts))
     swapped = [(out.transpose(-3, -2), lse) for out, lse in parts]
-    assert_close(tilewise.merge(*swapped), (whole[0].transpose(-3, -2), whole[1]))
+    assert_close(tilewise.merge(*swapped, layout="bshd"), (whole[0].transpose(-3, -2), whole[1]))
     ours = [(out.transpose(-3, -2).contiguous().transpose(-3, -2), lse) for out, lse in parts]
     assert_close(tilewise.merge(*ours, layout="bhsd"), whole)
     one = torch.randn(2, 1, 1, 8).transpose(1, 2), torch.randn(2, 1, 1)

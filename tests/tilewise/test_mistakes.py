@@ -62,6 +62,21 @@ def test_the_error_says_what_to_write(call, said):
     assert len(str(caught.value)) < 250
 
 
+@pytest.mark.parametrize("name", ["causal", "window", "scale", "dropout_p", "return_lse", "precision", "layout"])
+def test_of_a_tensor_that_is_no_option_shape_and_dtype_are_shown(name):
+    with pytest.raises(AttentionError, match=rf"^{name}: found a tensor \(30, 30\) of torch.float32; expected "):
+        attention(Q, Q, Q, **{name: torch.randn(30, 30)})
+    with pytest.raises(AttentionError, match=r"^window left: found a tensor \(30,\) of torch.float32; expected an int"):
+        attention(Q, Q, Q, window=(torch.randn(30), 0))
+
+
+def test_a_tensor_as_mod_of_a_call_with_a_cache():
+    """It has no bias=."""
+    cache = torch.randn(1, 8, 2, 16)
+    with pytest.raises(AttentionError, match=r"score_mod: found a tensor .* expected a function of b, h, q_idx"):
+        tilewise.attention_kv(Q, cache, cache, 8, score_mod=torch.randn(8, 8))
+
+
 def test_of_lengths_the_hint_makes_offsets():
     lengths = torch.tensor([3, 7])
     cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..request import Request
 from .common.gpu import Gpu, gpu_of
 from .hopper import HopperBackend
@@ -51,7 +51,7 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
             if missing is not None:
                 raise AttentionError(f"backend={name!r}", missing, "backend='auto' or 'reference', which run here")
             return Choice(backend, "asked for by name")
-    raise AttentionError("backend", repr(name), " or ".join(map(repr, NAMES)))
+    raise AttentionError("backend", shown(name), " or ".join(map(repr, NAMES)))
 
 
 def kv_backend(request: Any) -> KvBackend:

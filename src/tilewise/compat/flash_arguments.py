@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..integrations.kv_steps import Plans
 from ..kv_cache import append_kv, attention_kv
 from ..kv_request import Rotary
@@ -34,7 +34,7 @@ def options_of(
     """The options of `tilewise.attention`. A window of -1 is unbounded, a softcap of 0 none."""
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not pair or not all(side is None or is_whole(side) for side in window_size):
-        raise AttentionError("window_size", repr(window_size), "(left, right), two ints, -1 for no bound")
+        raise AttentionError("window_size", shown(window_size), "(left, right), two ints, -1 for no bound")
     left, right = (None if side is None or side < 0 else side for side in window_size)
     return {
         "scale": softmax_scale,

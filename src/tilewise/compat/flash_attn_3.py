@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..integrations.kv_steps import Plans
 from ..merge import merge
 from ..mods.dropout import is_whole
@@ -66,7 +66,7 @@ def _options(
         if x is not None:
             raise AttentionError(name, "a tensor", "None: FP8 descale factors are not supported")
     if not is_whole(attention_chunk) or attention_chunk < 0:
-        raise AttentionError("attention_chunk", repr(attention_chunk), "an int >= 0 (0: no chunks)")
+        raise AttentionError("attention_chunk", shown(attention_chunk), "an int >= 0 (0: no chunks)")
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic=deterministic)
     if not attention_chunk:
         return options | {"mask_mod": None}
@@ -253,7 +253,7 @@ def flash_attn_combine(
     if out is not None and tensor("out", out).shape != out_partial.shape[1:]:
         raise AttentionError("shape of out", tuple(out.shape), f"{tuple(out_partial.shape[1:])}")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise AttentionError("out_dtype", repr(out_dtype), "a torch.dtype")
+        raise AttentionError("out_dtype", shown(out_dtype), "a torch.dtype")
     out_partial = out_partial.masked_fill((lse_partial == -torch.inf)[..., None], 0.0)
     found, lse = merge(*((o, l.mT) for o, l in zip(out_partial, lse_partial, strict=True)), layout="bshd")
     if out is not None:

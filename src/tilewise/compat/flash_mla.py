@@ -121,7 +121,7 @@ def flash_mla_with_kvcache(
             )
         _check(head_dim_v, extra_k_cache, is_fp8_kvcache, "extra_k_cache")
         extra = mla_arguments(q, extra_k_cache, extra_topk_length, extra_indices_in_kvcache)
-        out, lse = merge((out, lse), _attend(extra, options, q))
+        out, lse = merge((out, lse), _attend(extra, options, q), layout="bshd")
     return _with_sink(out, lse, attn_sink), lse.masked_fill(lse == -torch.inf, torch.inf)
 
 

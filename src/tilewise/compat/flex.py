@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
 from ..api import attention
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..mods import PROGRAMS, BlockMask, Mod
 from ..mods.bands import split
 from ..mods.blocks import listed
@@ -102,7 +102,7 @@ def flex_attention(
     if heads != kv_heads and not enable_gqa:
         raise AttentionError("heads of key", kv_heads, f"query's {heads}, or enable_gqa=True")
     if return_aux is not None and not hasattr(return_aux, "lse"):
-        raise AttentionError("return_aux", repr(return_aux), "torch's AuxRequest(lse=True)")
+        raise AttentionError("return_aux", shown(return_aux), "torch's AuxRequest(lse=True)")
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise AttentionError("return_aux", "max_scores=True", "lse alone: the kernels keep no maximum")
     if key.shape[0] == 1 != query.shape[0]:
@@ -132,7 +132,7 @@ def mod_of(function: Any, kind: str) -> Mod:
     if op is not None and function.__module__ == torchs.__name__:
         return combine_masks(op, [mod_of(f, kind) for f in function.__closure__[0].cell_contents])
     if not isinstance(function, (FunctionType, MethodType, partial)) and not is_callable_object(function):
-        raise AttentionError(f"{kind}_mod", repr(function), "a function, a method, or an object that can be called")
+        raise AttentionError(f"{kind}_mod", shown(function), "a function, a method, or an object that can be called")
     _check_parameters(function, kind)
     try:
         mod: Mod | None = _modifier(function, kind)() if isinstance(function, FunctionType) else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
 from ..validation.arguments import tensor
@@ -113,7 +113,7 @@ def memory_efficient_attention(
     """
     q, k, v = (_four_axes(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     if output_dtype is not None and not isinstance(output_dtype, torch.dtype):
-        raise AttentionError("output_dtype", repr(output_dtype), "a torch.dtype, or None")
+        raise AttentionError("output_dtype", shown(output_dtype), "a torch.dtype, or None")
     if query.dim() == 5 and k.shape[2] == q.shape[2] and key.stride(3) == value.stride(3) == 0:
         k, v = key[:, :, :, 0], value[:, :, :, 0]  # heads of a group, which share what is expanded
     options: dict[str, Any] = {"scale": scale, "dropout_p": p}
@@ -202,7 +202,7 @@ def _bottom_right(bias: Any) -> dict[str, Any]:
 def _size(bias: Any) -> int | None:
     size: int | None = getattr(bias, "_window_size", None)
     if size is not None and (not is_whole(size) or size < 1):
-        raise AttentionError("window_size of attn_bias", repr(size), "an int above 0")
+        raise AttentionError("window_size of attn_bias", shown(size), "an int above 0")
     return size
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..mods.dropout import is_whole
 from ..validation.arguments import tensor
 
@@ -44,7 +44,7 @@ class SeqInfo:
             AttentionError: the lengths are not a list of ints.
         """
         if not isinstance(lengths, Sequence) or not all(is_whole(n) and n >= 0 for n in lengths):
-            raise AttentionError("lengths of an attn_bias", repr(lengths), "a list of ints")
+            raise AttentionError("lengths of an attn_bias", shown(lengths), "a list of ints")
         sizes = torch.tensor(list(lengths), dtype=torch.int32)
         whole = sizes if padding is None else torch.full_like(sizes, padding)
         starts = pad(whole.cumsum(0, dtype=torch.int32), (1, 0))

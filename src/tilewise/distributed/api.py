@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..api import returned
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..mods.blocks import BlockMask
 from ..options import Options, options_of, takes_options
 from ..request import Request, band
@@ -94,7 +94,7 @@ def attention(
     """
     plan = plan or current()
     if not isinstance(plan, Plan):
-        raise AttentionError("plan", repr(plan), "one of tilewise.distributed.plan(...), or attention within use(plan)")
+        raise AttentionError("plan", shown(plan), "tilewise.distributed.plan(...), or a call within use(plan)")
     q, k, v = checks.to_bshd(q, k, v, layout)
     is_flat = plan.packed and isinstance(q, Tensor) and q.dim() == 3
     if is_flat:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 
 
 class Exchange(NamedTuple):
@@ -27,7 +27,7 @@ def group_of(mesh: Any) -> tuple[int, Any, int | None]:
     mesh has two axes."""
     if not dist.is_available() or not dist.is_initialized():
         raise AttentionError(
-            "mesh of a plan", repr(mesh), "a number of ranks; or torch.distributed.init_process_group first"
+            "mesh of a plan", shown(mesh), "a number of ranks; or torch.distributed.init_process_group first"
         )
     if mesh is None:
         mesh = dist.group.WORLD

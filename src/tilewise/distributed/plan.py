@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..mods.dropout import is_whole
 from ..mods.program import Mod
 from ..request import Window
@@ -289,12 +289,12 @@ def plan(
     ranks, group, mesh_node = _ranks(mesh)
     for name, given in (("node", node), ("heads", heads)):
         if given is not None and (not is_whole(given) or given < 1):
-            raise AttentionError(f"{name} of a plan", repr(given), "at least 1, or None")
+            raise AttentionError(f"{name} of a plan", shown(given), "at least 1, or None")
     node = node or mesh_node or min(8, ranks)
     packed = cu_seqlens is not None
     lengths = _lengths(seqlen, cu_seqlens)
     if not isinstance(causal, bool):
-        raise AttentionError("causal", repr(causal), "True or False")
+        raise AttentionError("causal", shown(causal), "True or False")
     band = band_of(causal, window)
     _check_names(strategy, layout, mask)
     if strategy == "tree" and (packed or queries < 1):
@@ -374,9 +374,9 @@ def _layout(strategy: str, band: Band, packed: bool) -> str:
 def _check_names(strategy: Any, layout: Any, mask: Any) -> None:
     for name, value, known in (("strategy", strategy, STRATEGIES), ("layout", layout, LAYOUTS)):
         if value not in (*known, "auto"):
-            raise AttentionError(name, repr(value), " or ".join(map(repr, (*known, "auto"))))
+            raise AttentionError(name, shown(value), " or ".join(map(repr, (*known, "auto"))))
     if mask is not None and (not isinstance(mask, Mod) or mask.kind != "mask"):
-        raise AttentionError("mask of a plan", repr(mask), "a tilewise.mask_mod, called (block masks are for one GPU)")
+        raise AttentionError("mask of a plan", shown(mask), "a tilewise.mask_mod, called (block masks are for one GPU)")
 
 
 def _lengths(seqlen: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[int, ...]:
@@ -385,7 +385,7 @@ def _lengths(seqlen: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> t
         raise AttentionError("seqlen and cu_seqlens", "neither" if seqlen is None else "both", "one of them")
     if seqlen is not None:
         if isinstance(seqlen, bool) or not hasattr(seqlen, "__index__") or seqlen < 0:
-            raise AttentionError("seqlen", repr(seqlen), "an int >= 0")
+            raise AttentionError("seqlen", shown(seqlen), "an int >= 0")
         return (int(seqlen),)
     ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens or ())
     if any(not hasattr(x, "__index__") for x in ends):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..api import attention
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from .bands import recognised, table
 
 TORCHS: Any = functional.scaled_dot_product_attention  # as it was when this was imported
@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
         AttentionError: an argument is not as above.
     """
     if not isinstance(is_causal, bool):
-        raise AttentionError("is_causal", repr(is_causal), "True or False")
+        raise AttentionError("is_causal", shown(is_causal), "True or False")
     if attn_mask is not None and is_causal:
         raise AttentionError("attn_mask", "a mask with is_causal=True", "one of the two")
     if getattr(query, "layout", None) is torch.jagged:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.errors import AttentionError
+from tilewise.errors import AttentionError, shown
 from tilewise.mods.dropout import is_whole
 from tilewise.mods.expr import B, Expr, H, I, J, arithmetic, compare, const, load, logic, substitute
 from tilewise.mods.modifier import as_mod
@@ -315,10 +315,10 @@ def block_mask_varlen(
 def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:
     """Raises for a mod, a tile or sizes (by `b`, `h`) that a block mask cannot have."""
     if not isinstance(mod, Mod) or mod.kind != "mask":
-        raise AttentionError("the mask of a block mask", repr(mod), "a tilewise.mask_mod, called")
+        raise AttentionError("the mask of a block mask", shown(mod), "a tilewise.mask_mod, called")
     check_filled(mod)
     if not (isinstance(block, tuple | list) and len(block) == 2 and all(isinstance(x, int) for x in block)):
-        raise AttentionError("block", repr(block), "(queries, keys) of a tile, such as (128, 128)")
+        raise AttentionError("block", shown(block), "(queries, keys) of a tile, such as (128, 128)")
     if min(block) < 16 or any(x % 16 for x in block):
         raise AttentionError("tiles of a block mask", block, "multiples of 16 (on a GPU powers of two from 128 on)")
     for axis, size in sizes.items():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 
 GOLDEN = 0x9E3779B9
 LOW = 0xFFFFFFFF
@@ -79,7 +79,7 @@ def dropout_mask(
         AttentionError: p, the seed or a size is not as above.
     """
     if not isinstance(p, (int, float)) or not 0 <= p < 1:
-        raise AttentionError("dropout_p", repr(p), "0 <= p < 1")
+        raise AttentionError("dropout_p", shown(p), "0 <= p < 1")
     if not all(is_whole(n) and n >= 0 for n in (batch, heads, n_q, n_k)):
         raise AttentionError("sizes of a dropout mask", (batch, heads, n_q, n_k), "ints >= 0")
     b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, n_q, n_k))
@@ -106,5 +106,5 @@ def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
             raise AttentionError("seed", f"{seed.dtype} {tuple(seed.shape)}", "an int, or one torch.int64")
         return seed.reshape(()).to(device)
     if not is_whole(seed) or not -(2**63) <= seed < 2**63:
-        raise AttentionError("seed", repr(seed), "an int of 64 bits, or one torch.int64")
+        raise AttentionError("seed", shown(seed), "an int of 64 bits, or one torch.int64")
     return torch.full((), seed, dtype=torch.int64, device=device)

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tilewise.errors import AttentionError
+from tilewise.errors import AttentionError, shown
 from tilewise.mods import expr, trace
 from tilewise.mods.expr import Expr
 from tilewise.mods.functions import Captured
@@ -46,7 +46,7 @@ class Modifier:
 
     def __init__(self, function: Callable[..., Any], kind: str, grad: Callable[..., Any] | None = None) -> None:
         if not hasattr(function, "__code__"):
-            raise AttentionError(f"{kind}_mod", repr(function), "a plain function")
+            raise AttentionError(f"{kind}_mod", shown(function), "a plain function")
         self.function, self.kind, self.grad = function, kind, grad
         self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
         self.__module__, self.__qualname__ = function.__module__, function.__qualname__

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..options import Options
 from ..validation.dense import as_int32_offsets, checked_request, to_bshd
 from .block_attention import BlockAttention, Sizes, attend_dense
@@ -123,7 +123,7 @@ def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
 def _checked_numbers(block_size: int, top_k: int) -> tuple[int, int]:
     for name, number in (("block_size", block_size), ("top_k", top_k)):
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
-            raise AttentionError(f"{name} of moba", repr(number), "an int, at least 1 and below 2^31")
+            raise AttentionError(f"{name} of moba", shown(number), "an int, at least 1 and below 2^31")
     return block_size, top_k
 
 

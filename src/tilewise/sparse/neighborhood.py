@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..mods import BlockMask, block_mask, mask_mod
 from ..torch_internals import constant
 
@@ -121,8 +121,12 @@ def neighborhood(
                 f"{size} with dilation {step}",
                 f"at most {length} tokens",
             )
+    rows = [x.flatten(1, len(space)) for x in (q, k, v)]
+    if q.is_meta:  # shapes alone: the order of tokens and the mask do not change them
+        shaped: Tensor = attention(*rows, scale=scale, backend=backend).unflatten(1, space)
+        return shaped
     layout = Layout(*_layout(windows, str(q.device)))
-    rows = [x.flatten(1, len(space)).index_select(1, layout.order) for x in (q, k, v)]
+    rows = [x.index_select(1, layout.order) for x in rows]
     out: Tensor = attention(*rows, mask_mod=layout.mask, scale=scale, backend=backend)
     found: Tensor = out.index_select(1, layout.inverse).unflatten(1, space)
     return found
@@ -196,7 +200,7 @@ def _each(name: str, value: Any, axes: int, kind: type) -> tuple[Any, ...]:
     fits = len(found) == axes and all(type(x) is kind for x in found) and (kind is bool or min(found) >= 1)
     if not fits:
         expected = "True or False" if kind is bool else "an int, at least 1"
-        raise AttentionError(f"{name} of neighborhood", repr(value), f"{expected}, or one for each of {axes} axes")
+        raise AttentionError(f"{name} of neighborhood", shown(value), f"{expected}, or one for each of {axes} axes")
     return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..api import attention, attention_varlen
 from ..autograd import first_order
 from ..backends.common.gpu import gpu_of
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..mods import mask_mod
 from ..validation.dense import as_int32_offsets, checked_request, to_bshd
 from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
@@ -322,7 +322,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, gates: Any, numbers: dict[str, int])
 def _check_numbers(numbers: dict[str, int]) -> None:
     for name, x in numbers.items():
         if isinstance(x, bool) or not isinstance(x, int) or not 1 <= x < 2**31:
-            raise AttentionError(f"{name} of nsa", repr(x), "an int, at least 1 and below 2^31")
+            raise AttentionError(f"{name} of nsa", shown(x), "an int, at least 1 and below 2^31")
 
 
 def _check_gates(gates: Any, shape: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..autograd import first_order
 from ..backends.common.gpu import Gpu, gpu_of
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..torch_internals import has_address
 from ..validation.dense import CHECK_CONTENTS, to_bshd
 
@@ -84,7 +84,7 @@ def topk(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not isfinite(scale):
-        raise AttentionError("scale of topk", repr(scale), "a finite number, or None for 1/sqrt(D)")
+        raise AttentionError("scale of topk", shown(scale), "a finite number, or None for 1/sqrt(D)")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     given = v if isinstance(v, Tensor) else None
@@ -237,7 +237,7 @@ def _backend(q: Tensor, name: str) -> str:
         halves = q.dtype in (torch.float16, torch.bfloat16)
         return "triton" if halves and gpu_of(q.device) == Gpu("cuda", 90) else "reference"
     if name not in ("reference", "triton"):
-        raise AttentionError("backend of topk", repr(name), "'auto', 'reference' or 'triton'")
+        raise AttentionError("backend of topk", shown(name), "'auto', 'reference' or 'triton'")
     if name == "triton" and (gpu_of(q.device) is None or q.dtype == torch.float64):
         raise AttentionError("backend='triton' of topk", f"{q.dtype} on {q.device}", "a GPU, and no float64")
     return name
@@ -247,7 +247,7 @@ def _first_columns(k: Tensor, columns: Any) -> Tensor:
     """Columns of k that are the values."""
     most = k.shape[-1] if isinstance(k, Tensor) and k.dim() else 0
     if isinstance(columns, bool) or not isinstance(columns, int) or not 1 <= columns <= most:
-        raise AttentionError("v of topk", repr(columns), f"a tensor, or the number of k's columns: 1 to {most}")
+        raise AttentionError("v of topk", shown(columns), f"a tensor, or the number of k's columns: 1 to {most}")
     return k[..., :columns]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..mods.blocks import BlockMask
 from ..mods.builtin import alibi, alibi_per_batch
 from ..mods.builtin import softcap as softcap_mod
@@ -51,16 +51,16 @@ def tensor(name: str, x: Any) -> Tensor:
 def number(name: str, x: Any, expected: str) -> float:
     """x as a float. A tensor raises, because its gradient would be lost."""
     if isinstance(x, Tensor):
-        raise AttentionError(name, "a tensor", f"{expected}: call .item() (no gradient flows into it)")
+        raise AttentionError(name, shown(x), f"{expected}: call .item() (no gradient flows into it)")
     real = isinstance(x, (int, float)) or (hasattr(x, "__float__") and getattr(x, "shape", ()) == ())
     if not real or isinstance(x, bool):
-        raise AttentionError(name, repr(x), expected)
+        raise AttentionError(name, shown(x), expected)
     try:
         found = float(x)
     except OverflowError:
         found = math.inf
     except (TypeError, ValueError):
-        raise AttentionError(name, repr(x), expected) from None
+        raise AttentionError(name, shown(x), expected) from None
     if not -math.inf < found < math.inf:  # isfinite, which torch.compile does not trace
         raise AttentionError(name, x, expected)
     return found
@@ -108,7 +108,7 @@ def checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor
 
 def perhaps_swapped(q: Tensor) -> str:
     """A hint for the error message if there are more heads than tokens."""
-    swapped = q.dim() == 4 and q.shape[2] > q.shape[1]
+    swapped = q.dim() == 4 and q.shape[2] > q.shape[1] > 1  # a step of decoding has one token
     return "; if the tensors are (batch, heads, tokens, dim), pass layout='bhsd'" if swapped else ""
 
 
@@ -137,7 +137,7 @@ def checked_mod(kind: str, mod: Any, q: Tensor, sizes: Sequence[int | None]) -> 
 
 def _no_mod(kind: str, found: Any) -> AttentionError:
     """The error of a score_mod or mask_mod that is not one."""
-    name, expected = f"{kind}_mod", f"a function, or one decorated with tilewise.{kind}_mod"
+    name, expected = f"{kind}_mod", f"a plain function (def or lambda), or one decorated with tilewise.{kind}_mod"
     if isinstance(found, Mod):
         return AttentionError(name, f"a {found.kind} mod", f"it as {found.kind}_mod=")
     if type(found).__name__ == "BlockMask":
@@ -145,13 +145,13 @@ def _no_mod(kind: str, found: Any) -> AttentionError:
             return AttentionError(name, "a block mask", "it as mask_mod=")
         return AttentionError(name, "torch's BlockMask", "tilewise.compat.flex_attention, or tilewise.block_mask(...)")
     if isinstance(found, Tensor):
-        told = f"a tensor {tuple(found.shape)} of {found.dtype}"
+        told = shown(found)
         if found.is_floating_point() or kind == "score":
             return AttentionError(name, told, "bias=, for a tensor to add to the scores")
         index = {2: "q_idx, kv_idx", 3: "h, q_idx, kv_idx"}.get(found.dim(), "b, h, q_idx, kv_idx")
         return AttentionError(name, told, f"a function: mask_mod=lambda b, h, q_idx, kv_idx: mask[{index}]")
     hint = ", called with its tensors and numbers first" if hasattr(found, "function") else ""
-    return AttentionError(name, repr(found), f"{expected}{hint}")
+    return AttentionError(name, shown(found), f"{expected}{hint}")
 
 
 def checked_precision(found: Any, q: Tensor) -> str | None:
@@ -159,7 +159,7 @@ def checked_precision(found: Any, q: Tensor) -> str | None:
     if found is None:
         return None
     if not isinstance(found, str) or found != "fp8":
-        raise AttentionError("precision", repr(found), "None, or 'fp8' (q, k and v quantised to float8_e4m3fn)")
+        raise AttentionError("precision", shown(found), "None, or 'fp8' (q, k and v quantised to float8_e4m3fn)")
     if q.dtype == torch.float64:
         raise AttentionError("precision='fp8'", "q in torch.float64", "float16, bfloat16 or float32, or precision=None")
     return "fp8"

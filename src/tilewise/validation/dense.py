@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..mods.blocks import BlockMask
 from ..mods.dropout import as_seed, is_whole
+from ..mods.program import Mod
 from ..options import Options, options_of
 from ..request import MAX_HEAD_DIM, Request, Spec, band
 from ..torch_internals import has_address, is_autocast
@@ -107,7 +108,7 @@ def sharded(
         found = (q.shape[0], k.shape[0])
         raise AttentionError("batch of q and k", found, "equal" if documents is None else "1, of packed documents")
     if options["precision"] is not None:
-        raise AttentionError("precision", repr(options["precision"]), "None: distributed calls compute in q's dtype")
+        raise AttentionError("precision", shown(options["precision"]), "None: distributed calls compute in q's dtype")
     batch = q.shape[0] if documents is None else documents
     return request_of(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
 
@@ -144,7 +145,7 @@ def _check_lengths(request: Request, max_seqlens: tuple[int | None, int | None],
                 raise AttentionError(f"{name} of the block mask", own.tolist(), f"{cu.tolist()}, as in this call")
         mask = mask.mod
     for mod in (mask, score):
-        if mod is not None:
+        if isinstance(mod, Mod):
             check_tables(mod, (None, None, *found))
 
 
@@ -152,7 +153,7 @@ def check_max_seqlens(n_q: Any, n_k: Any) -> None:
     """Checks max_seqlen_q and max_seqlen_k. Every call does, because most signatures do not contain them."""
     for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
         if n is not None and (not is_whole(n) or n < 0):
-            raise AttentionError(name, repr(n), "an int >= 0, or None")
+            raise AttentionError(name, shown(n), "an int >= 0, or None")
 
 
 def request_of(
@@ -176,7 +177,7 @@ def request_of(
         raise AttentionError("backend", type(options["backend"]).__name__, "a name, as a str")
     for name in ("causal", "return_lse", "return_max_logit", "deterministic"):
         if not isinstance(options[name], bool) and not (name == "deterministic" and options[name] is None):
-            raise AttentionError(name, repr(options[name]), "True or False")
+            raise AttentionError(name, shown(options[name]), "True or False")
     scale, softcap, dropout_p = options["scale"], options["softcap"], options["dropout_p"]
     if scale is not None:
         scale = number("scale", scale, "a finite number (zero and negative are fine), or None for 1/sqrt(D)")
@@ -324,7 +325,7 @@ def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str | None = None) -> tuple
 def bhsd_to_bshd(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """ "bshd" views of tensors with layout "bhsd". Any other layout raises."""
     if not isinstance(layout, str) or layout != "bhsd":
-        raise AttentionError("layout", repr(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
+        raise AttentionError("layout", shown(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
     for name, x in zip("qkv", tensors, strict=True):
         if not isinstance(x, Tensor) or x.dim() != 4:
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

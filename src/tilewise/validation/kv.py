@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..kv_formats import LATENT, WIDTH, head_dim, is_deepseek_fp8, shares_memory
 from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, SharedPrefix
 from ..mods.blocks import BlockMask
@@ -53,11 +53,14 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
     n_q = q.shape[1] if cu_q is None else None
     most = options["max_seqlen_q"]
     if most is not None and (not is_whole(most) or most < 0):
-        raise AttentionError("max_seqlen_q", repr(most), "an int >= 0, or None")
+        raise AttentionError("max_seqlen_q", shown(most), "an int >= 0, or None")
     mask = options["mask_mod"]
     if isinstance(mask, BlockMask):
         raise AttentionError("mask_mod", "a block mask", "a mask mod: block masks are for attention without a cache")
     given: Any = options
+    for name in ("score_mod", "mask_mod"):
+        if isinstance(given[name], Tensor):
+            raise AttentionError(name, shown(given[name]), "a function of b, h, q_idx and kv_idx that indexes it")
     chosen: Any = {name: given[name] for name in (*SCORE_OPTIONS, "return_lse", "return_max_logit", "backend")}
     dense = request_of(q, k, v, (batch, q.shape[-2], n_q, None), options_of(chosen | {"deterministic": True}), cu_q)
     terms = dense.score if dense.sinks is None else (*dense.score, dense.sinks)
@@ -353,7 +356,7 @@ def _split(split: Any) -> int | None:
         return None
     if not is_whole(split) or split < 0 or split % SPLIT:
         raise AttentionError(
-            "split", repr(split), f"a multiple of {SPLIT} keys, 0 for one split, or None to balance the load"
+            "split", shown(split), f"a multiple of {SPLIT} keys, 0 for one split, or None to balance the load"
         )
     return min(int(split), UNDIVIDED) or UNDIVIDED
 
@@ -363,7 +366,7 @@ def _prefix(given: Any, places: CachePlaces) -> SharedPrefix:
     if given is None:
         return None
     if not isinstance(given, Tensor) and given != "auto":
-        raise AttentionError("shared_prefix", repr(given), '"auto", int32 (B,) tensor, or None')
+        raise AttentionError("shared_prefix", shown(given), '"auto", int32 (B,) tensor, or None')
     if places.table is None or places.by_token:
         raise AttentionError("shared_prefix", "given without page_table", "a page table: sequences share pages")
     if not isinstance(given, Tensor):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import AttentionError
+from ..errors import AttentionError, shown
 from ..kv_formats import FORMATS, format_of, head_dim
 from ..kv_request import QkNorm, Scale
 from .arguments import DTYPES, resolved, tensor
@@ -93,10 +93,10 @@ def checked_norm(norm: Any, k_new: Tensor) -> QkNorm | None:
             raise AttentionError(f"device of qk_norm {name}", x.device, f"{k_new.device}, as the other tensors")
     for name, number in (("eps", norm.eps), ("offset", norm.offset)):
         if not isinstance(number, (int, float)) or not isfinite(number) or (name == "eps" and number < 0):
-            raise AttentionError(f"qk_norm {name}", repr(number), "a finite number" + (" >= 0" * (name == "eps")))
+            raise AttentionError(f"qk_norm {name}", shown(number), "a finite number" + (" >= 0" * (name == "eps")))
     q_weight, k_weight = (x.detach().contiguous() for x in weights)
     return QkNorm(q_weight, k_weight, float(norm.eps), float(norm.offset))
 
 
 def _described(scale: Any) -> str:
-    return f"a tensor {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+    return shown(scale)

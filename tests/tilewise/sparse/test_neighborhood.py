@@ -129,3 +129,9 @@ def test_errors(options: dict[str, Any], match: str) -> None:
         sparse.neighborhood(x[0, 0], x, x, kernel_size=3)
     with pytest.raises(AttentionError, match="batch and space of k of neighborhood"):
         sparse.neighborhood(x, x[:, :8], x[:, :8], kernel_size=3)
+
+
+def test_of_meta_tensors_the_shape():
+    q, v = torch.empty(2, 6, 9, 4, 8, device="meta"), torch.empty(2, 6, 9, 2, 16, device="meta")
+    found = sparse.neighborhood(q, q[:, :, :, :2], v, kernel_size=3)
+    assert (found.device.type, found.shape) == ("meta", (2, 6, 9, 4, 16))
