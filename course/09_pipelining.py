@@ -258,13 +258,13 @@ if has_triton():
 # 批数越多，气泡越小。
 
 # %%
-print(
-    say("at time 2:", "时刻 2："),
-    {
-        f"GPU{unit + 1}": say(f"batch {batch}", f"第 {batch} 批")
-        for unit, batch in pipeline.at(pipeline.forward_only(3, 5), 2)
-    },
-)
+for unit, batch in pipeline.at(pipeline.forward_only(3, 5), 2):
+    print(
+        say(
+            f"at time 2 GPU{unit + 1} has batch {batch}",
+            f"时刻 2：GPU{unit + 1} 处理第 {batch} 批",
+        )
+    )
 show(
     say(["batches", "bubble on 4 devices"], ["批数", "4 个设备上的气泡"]),
     [[m, f"{pipeline.bubble(4, m):.0%}"] for m in (1, 4, 16, 64)],

@@ -445,22 +445,25 @@ fit = {
     name: sum(shared(tile) <= device.shared for tile in candidates)
     for name, device in DEVICES.items()
 }
-print(
+show(
     say(
-        "of the 24, fit into shared memory at D = 128:",
-        "24 种里，D = 128 时放得进共享内存的：",
+        ["GPU", "of the 24, fit at D = 128"],
+        ["GPU", "24 种里，D = 128 时放得下的"],
     ),
-    fit,
+    list(fit.items()),
 )
 show(
     say(
-        ["head dim", "tilewise's tile on Hopper", "on Ampere"],
-        ["头维度", "tilewise 在 Hopper 上的块", "在 Ampere 上"],
+        ["head dim", "GPU", "queries", "keys", "warps", "stages"],
+        ["头维度", "GPU", "查询", "键", "warp 数", "级数"],
     ),
     [
-        [d, tiles.tile("forward", 90, 2, d), tiles.tile("forward", 80, 2, d)]
+        [d, name, tile.block_m, tile.block_n, tile.warps, tile.stages]
         for d in (64, 128, 256)
+        for name, capability in (("Hopper", 90), ("Ampere", 80))
+        for tile in [tiles.tile("forward", capability, 2, d)]
     ],
+    say("tilewise's tiles", "tilewise 的块"),
 )
 
 

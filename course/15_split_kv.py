@@ -212,14 +212,14 @@ for batch, keys in ((1, 65536), (4, 8192), (16, 8192)):
             chosen,
         ]
     )
-headers = [
-    *say(["batch", "keys"], ["批", "键"]),
-    *(say(f"{p} parts (us)", f"{p} 段 (us)") for p in tried),
-]
+headers = [*say(["batch", "keys"], ["批", "键"]), *map(str, tried)]
 show(
     [*headers, say("tilewise takes", "tilewise 的选择")],
     rows,
-    say("the model, on an H200", "模型的预测，H200"),
+    say(
+        "predicted us on an H200, by number of parts",
+        "H200 上预测的微秒数，按段数",
+    ),
 )
 
 

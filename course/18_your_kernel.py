@@ -342,8 +342,8 @@ assert (leaking - exact).abs().max() > 0.05
 assert torch.allclose(torch.softmax(s, -1) @ filled_up[1], exact)
 
 # %% [markdown]
-# When all six steps are right you have what the first FlashAttention paper described, and more. What tilewise adds is
-# in `src/tilewise/backends/triton`: strides and heads, any mask, exponentials to the base 2, tiles chosen by
+# When all six steps are right you have what the first FlashAttention paper described, and more. What tilewise adds
+# (in `tilewise.backends.triton`): strides and heads, any mask, exponentials to the base 2, tiles chosen by
 # measurement. You can read all of it now.
 #
 # **Exercises.** Three, of rising difficulty: the six functions of the skeleton. Exercise 1 is `load_tile` and
@@ -351,6 +351,6 @@ assert torch.allclose(torch.softmax(s, -1) @ filled_up[1], exact)
 # after each step. Get them with `tilewise learn 18 --exercise`.
 
 # %% [markdown] lang="zh"
-# 六步全对之后，你手上的就是第一篇 FlashAttention 论文所描述的东西，而且更多。tilewise 另外加上的都在 `src/tilewise/backends/triton` 里：步长与多头、任意的掩码、以 2 为底的指数、用测量选出的块大小。现在你全都读得懂了。
+# 六步全对之后，你手上的就是第一篇 FlashAttention 论文所描述的东西，而且更多。tilewise 另外加上的（在 `tilewise.backends.triton` 里）：步长与多头、任意的掩码、以 2 为底的指数、用测量选出的块大小。现在你全都读得懂了。
 #
 # **练习。** 三道，由易到难：骨架里的六个函数。练习 1 是 `load_tile` 和 `online_step`，练习 2 是 `forward`，练习 3 是 `block_gradient`、`backward_keys` 和 `backward_queries`。每写完一步就批改一次。用 `tilewise learn 18 --exercise` 取得它们。

@@ -124,11 +124,11 @@ def attention(
         alibi_slopes: (H,) or (B, H). Subtracts slope * abs(i + Sk - Sq - j) from the score of query i and key j.
             Differentiable.
         sinks: (H,) scores that are added to the softmax denominator and have no value. Differentiable.
-        score_mod: a function f(score, b, h, q_idx, kv_idx) that returns the changed score of a pair: a plain function,
-            or one decorated with `tilewise.score_mod` and called with its tensors, as torch.compile needs it. Its float
-            tensors are differentiable.
-        mask_mod: a function f(b, h, q_idx, kv_idx) that is True for the pairs that are visible, in addition to causal
-            and window: a plain function, or one decorated with `tilewise.mask_mod` and called with its tensors. Or a
+        score_mod: a function f(score, b, h, q_idx, kv_idx) that returns the new score of a pair. A plain function, or
+            one decorated with `tilewise.score_mod` and called with its tensors; torch.compile needs a decorated one.
+            Its float tensors are differentiable.
+        mask_mod: a function f(b, h, q_idx, kv_idx) that returns True if the query sees the key. It applies in addition
+            to causal and window. A plain function, or one decorated with `tilewise.mask_mod`, as score_mod. Or a
             `tilewise.block_mask` of one, which also skips tiles without a visible pair.
         dropout_p: probability that a softmax weight is dropped. The others are divided by 1 - dropout_p.
         seed: seed of dropout, an int or an int64 tensor of one element. Default: drawn from torch's generator. The same

@@ -34,7 +34,8 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
     Returns:
         A tensor of the same shape.
 
-    >>> rotate_half(torch.tensor([1, 2, 3, 4])), rotate_half(torch.tensor([1, 2, 3, 4]), interleaved=True)
+    >>> x = torch.tensor([1, 2, 3, 4])
+    >>> rotate_half(x), rotate_half(x, interleaved=True)
     (tensor([-3, -4,  1,  2]), tensor([-2,  1, -4,  3]))
     """
     first, second = _pairs(x, interleaved)

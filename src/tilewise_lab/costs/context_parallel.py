@@ -96,7 +96,8 @@ class Estimate(pass_time.Estimate):
 
 def machine_of(name: str, dim: int, dtype: str, links: Mapping[str, Any]) -> Machine:
     """
-    >>> machine_of("8xH200+400G", 128, "bfloat16", json.loads(LINKS.read_text())).node
+    >>> links = json.loads(LINKS.read_text())
+    >>> machine_of("8xH200+400G", 128, "bfloat16", links).node
     8
     """
     found = re.fullmatch(r"(?:(\d+)x)?(\w+)(?:\+(\w+))?", name) if isinstance(name, str) else None
@@ -156,8 +157,11 @@ def estimate(
     """A training step, or its `forward` alone; `shape` as in `simulate`.
 
     >>> from tilewise.distributed import plan
-    >>> strategies = "ring", "two-level", "allgather"
-    >>> advised(estimate(plan(64, seqlen=1 << 17, causal=True, strategy=s)) for s in strategies).plan
+    >>> plans = (
+    ...     plan(64, seqlen=1 << 17, causal=True, strategy=strategy)
+    ...     for strategy in ("ring", "two-level", "allgather")
+    ... )
+    >>> advised(map(estimate, plans)).plan
     <plan: 131072 tokens on 64 ranks, causal, two-level of 8 x 8, zigzag>
     """
     kv_heads = default_kv_heads(heads) if kv_heads is None else kv_heads

@@ -1,23 +1,33 @@
 """What a call would do on a device, and why: `tilewise.explain`.
 
->>> found = explain((4, 4096, 16, 128), (4, 4096, 16, 128), (4, 4096, 16, 128), causal=True, device="H200")
->>> found.backend, found.binding, f"{found.traffic.naive / found.traffic.tiled:.0f} times less memory traffic"
-('hopper', 'matrix units', '49 times less memory traffic')
+>>> shape = 4, 4096, 16, 128
+>>> found = explain(shape, shape, shape, causal=True, device="H200")
+>>> found.backend, found.binding
+('hopper', 'matrix units')
+>>> f"{found.traffic.naive / found.traffic.tiled:.0f} times less memory traffic"
+'49 times less memory traffic'
 
 `Explanation.to_dict()` is the JSON of `tilewise explain --json`, and what pages are drawn from:
 
-    call       batch, n_q, n_k, heads, kv_heads, d, dv, dtype, before, after, lengths, deterministic, backward;
-               terms: None, or {names, forward, backward (operations per pair), read, written (bytes), visited, ...}
+    call       batch, n_q, n_k, heads, kv_heads, d, dv, dtype, before, after,
+               lengths, deterministic, backward;
+               terms: None, or {names, forward, backward (operations per pair),
+               read, written (bytes), visited, ...}
     device     the facts of `devices.Device`
     backend    name, reason
-    flops      forward, backward (visible pairs only), executed (whole tiles, padding included)
+    flops      forward, backward (visible pairs only),
+               executed (whole tiles, padding included)
     bytes      naive, fa1, tiled, least
     intensity  naive, tiled: FLOPs per byte; ridge: where the device's roofs meet
     roofs      [{name, seconds}], slowest first; binding: the name of the first
-    kernels    [{name, tile, programs, steps, blocks_per_sm, slots, waves, wave_efficiency, schedule_efficiency,
-               flops, bytes, seconds, registers, shared, spills}]; the last three are None unless compiled
-    seconds    device (the kernels), call (what the caller sees; the host can be slower than the device)
-    advice     [{text, gain}]: gain is the predicted speedup, or None if the model predicts none
+    kernels    [{name, tile, programs, steps, blocks_per_sm, slots, waves,
+               wave_efficiency, schedule_efficiency, flops, bytes, seconds,
+               registers, shared, spills}];
+               the last three are None unless compiled
+    seconds    device (the kernels), call (what the caller sees; the host can be
+               slower than the device)
+    advice     [{text, gain}]: gain is the predicted speedup, or None if the
+               model predicts none
 """
 
 from __future__ import annotations

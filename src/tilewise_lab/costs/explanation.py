@@ -101,8 +101,13 @@ class Explanation:
 def table(rows: Iterable[tuple[str, str]]) -> str:
     """Labels and values as an HTML table, for notebooks.
 
-    >>> table([("work", "a < b")])
-    '<table><tr><th style="text-align:left">work</th><td style="text-align:left">a &lt; b</td></tr></table>'
+    >>> print(table([("work", "a < b")]).replace("><", ">\\n<"))
+    <table>
+    <tr>
+    <th style="text-align:left">work</th>
+    <td style="text-align:left">a &lt; b</td>
+    </tr>
+    </table>
     """
     left = ' style="text-align:left"'
     cells = (f"<tr><th{left}>{escape(label)}</th><td{left}>{escape(value)}</td></tr>" for label, value in rows)
@@ -198,8 +203,8 @@ def prediction(result: Explanation) -> str:
 
 def band(before: int | None, after: int | None) -> str:
     """
-    >>> band(None, None), band(None, 0), band(128, 0), band(64, 64)
-    ('full', 'causal', 'window 128 to the left, 0 to the right', 'window 64 to the left, 64 to the right')
+    >>> band(None, None), band(None, 0), band(128, 0)
+    ('full', 'causal', 'window 128 to the left, 0 to the right')
     """
     if before is None:
         return "full" if after is None else "causal" if after == 0 else f"all to the left, {after} to the right"

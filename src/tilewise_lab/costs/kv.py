@@ -1,19 +1,28 @@
 """What a call with a KV cache would do on a device: `tilewise.explain_kv`.
 
->>> found = explain_kv((64, 1, 32, 128), (64, 8192, 8, 128), None, [4096] * 64, device="H200", backend="triton")
->>> found.binding, f"{found.read / 1e9:.2f} GB", f"{found.ranges.each} tiles of keys for each of {found.ranges.busy}"
-('memory', '1.07 GB', '64 tiles of keys for each of 512')
+>>> q, cache, lengths = (64, 1, 32, 128), (64, 8192, 8, 128), [4096] * 64
+>>> found = explain_kv(
+...     q, cache, None, lengths, device="H200", backend="triton"
+... )
+>>> found.binding, f"{found.read / 1e9:.2f} GB"
+('memory', '1.07 GB')
+>>> f"{found.ranges.each} tiles of keys for each of {found.ranges.busy}"
+'64 tiles of keys for each of 512'
 
 `KvExplanation.to_dict()` is the JSON of `tilewise explain --kv-lengths ... --json`:
 
-    call       batch, queries, keys (all sequences), longest, heads, kv_heads, d, dv, dtype, before, after, page, split
+    call       batch, queries, keys (all sequences), longest, heads, kv_heads,
+               d, dv, dtype, before, after, page, split
     device     the facts of `devices.Device`
     backend    name, reason
     flops      visible pairs only; executed: whole tiles, padding included
-    bytes      read (keys and values that some query of a sequence sees), loaded (the same for each tile of rows: the
-               rest comes from L2), other (queries, results, page table), workspace (of what programs share, both ways)
+    bytes      read (keys and values that some query of a sequence sees),
+               loaded (the same for each tile of rows: the rest comes from L2),
+               other (queries, results, page table),
+               workspace (of what programs share, both ways)
     roofs      [{name, seconds}], slowest first; binding: the name of the first
-    plan       None, or tile, programs, busy, items, each, unit, divided, parts, workspace (bytes kept)
+    plan       None, or tile, programs, busy, items, each, unit, divided, parts,
+               workspace (bytes kept)
     seconds    device
 """
 

@@ -159,7 +159,8 @@ def span(
 ) -> tuple[int, int]:
     """Steps of rows [first, last) over the columns they see, and how many of these need a mask.
 
-    >>> span(512, 640, 4096, 4096, None, 0, 64)  # causal: 8 tiles seen by all, 2 on the diagonal
+    >>> # causal: 8 tiles that all rows see, 2 on the diagonal
+    >>> span(512, 640, 4096, 4096, None, 0, 64)
     (10, 2)
     """
     a, b = first + others - n, last - 1 + others - n

@@ -3,7 +3,8 @@
     FLOP/s  <=  min(peak, intensity · bandwidth),        intensity = FLOPs / bytes
 
 >>> from tilewise_lab.costs.devices import device
->>> attainable(100.0, device("H200"), "bfloat16") / 1e12  # left of the ridge at 206: memory-bound
+>>> # left of the ridge at 206: memory-bound
+>>> attainable(100.0, device("H200"), "bfloat16") / 1e12
 480.0
 """
 

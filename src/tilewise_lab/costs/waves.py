@@ -1,6 +1,7 @@
 """Wave quantisation: a GPU runs blocks in waves, and a wave with one block in it lasts as long as a full one.
 
->>> w = waves(matmul_blocks(1792, 1792, tile=(256, 128)), slots=108)  # the notes' example on an A100
+>>> # on the 108 SMs of an A100
+>>> w = waves(matmul_blocks(1792, 1792, tile=(256, 128)), slots=108)
 >>> w.blocks, w.waves, f"{w.efficiency:.1%}"
 (98, 1, '90.7%')
 >>> w = waves(matmul_blocks(1793, 1793, tile=(256, 128)), slots=108)

@@ -63,8 +63,9 @@ def wrong_local_softmax(q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int
 
     The weights of a row add up to the number of blocks:
 
-    >>> q, k = torch.randn(2, 8, 4)
-    >>> wrong_local_softmax(q, k, torch.ones(8, 1), rows=2, columns=2).mean().round(decimals=4)
+    >>> (q, k), ones = torch.randn(2, 8, 4), torch.ones(8, 1)
+    >>> sums = wrong_local_softmax(q, k, ones, rows=2, columns=2)
+    >>> sums.mean().round(decimals=4)
     tensor(4.)
     """
     o = []

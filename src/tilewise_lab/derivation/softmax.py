@@ -91,7 +91,8 @@ def online(x: Tensor) -> Tensor:
 def wrong_local_max_states(x: Tensor) -> Iterator[State]:
     """WRONG, and why `merge` corrects: terms summed under one maximum are kept when the maximum changes.
 
-    >>> [round(l.item(), 6) for _, l in wrong_local_max_states(torch.tensor([3.0, 2.0, 5.0, 1.0]))]
+    >>> states = wrong_local_max_states(torch.tensor([3.0, 2.0, 5.0, 1.0]))
+    >>> [round(l.item(), 6) for _, l in states]
     [1.0, 1.367879, 2.367879, 2.386195]
     """
     m, l = nothing(x)

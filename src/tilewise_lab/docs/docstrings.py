@@ -49,6 +49,18 @@ def skip(_app: Any, _what: str, _name: str, x: Any, skipped: bool, _options: Any
     return True if str(getattr(x, "__doc__", "")).startswith("Alias for field number") else None
 
 
+def short_defaults(signature: str) -> str:
+    """A signature without the defaults of a dataclass that a function makes, and of objects with a long repr.
+
+    >>> short_defaults("(n: int = <factory>, m: M = M(a={1: 2}, b=" + "'x'" * 30 + "), k=(1, 2))")
+    '(n: int = ..., m: M = ..., k=(1, 2))'
+    """
+    signature = re.sub(r"(?<==)( ?)<\w+>", r"\1...", signature)
+    return re.sub(
+        r"(?<== )[A-Z]\w*\([^()]*(?:\([^()]*\)[^()]*)*\)", lambda x: x[0] if len(x[0]) < 60 else "...", signature
+    )
+
+
 def described(x: Any) -> dict[str, str]:
     """The parameters of a function or class that its docstring explains, or those of its base classes.
 

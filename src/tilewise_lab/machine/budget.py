@@ -1,6 +1,7 @@
 """What fits where: the matrix of weights that must not be written, the tiles that may.
 
->>> weights(4096).elements, weights(4096).bytes // 2**20  # one head, float32: 64 MiB
+>>> one_head = weights(4096)  # in float32: 64 MiB
+>>> one_head.elements, one_head.bytes // 2**20
 (16777216, 64)
 >>> tile_bytes(64, 64) // 1024  # one tile of it: 16 KiB
 16
@@ -55,8 +56,10 @@ def shared_bytes(
 ) -> int:
     """Q and K, V tiles, the tile of weights, and the output's, if they all lie in shared memory.
 
-    >>> shared_bytes(64, 64, 64, itemsize=2) // 1024, shared_bytes(64, 64, 64, itemsize=4, with_output=True) // 1024
-    (32, 80)
+    >>> shared_bytes(64, 64, 64, itemsize=2) // 1024
+    32
+    >>> shared_bytes(64, 64, 64, itemsize=4, with_output=True) // 1024
+    80
     """
     elements = rows * d + 2 * columns * d + rows * columns * with_scores + rows * d * with_output
     return elements * itemsize

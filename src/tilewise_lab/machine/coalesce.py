@@ -1,7 +1,9 @@
 """One load instruction of a warp is 32 addresses. Memory answers in lines: what counts is how many lines they touch.
 
->>> touched(contiguous(), itemsize=4).lines, touched(strided(4096), itemsize=4).lines
-(1, 32)
+>>> touched(contiguous(), itemsize=4).lines
+1
+>>> touched(strided(4096), itemsize=4).lines
+32
 """
 
 from __future__ import annotations

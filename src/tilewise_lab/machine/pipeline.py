@@ -49,7 +49,8 @@ def issued(order: Sequence[tuple[int, int]], *, asynchronous: bool) -> list[Slot
     An operation starts when its unit is free and the stage before it is done. Asynchronous: the core goes on at once,
     and only waits where it must. Otherwise it waits for each, and no order of the same operations saves a slot.
 
-    >>> order = [(slot.iteration, slot.unit) for slot in sorted(pipelined(7), key=lambda slot: slot.start)]
+    >>> by_start = sorted(pipelined(7), key=lambda slot: slot.start)
+    >>> order = [(slot.iteration, slot.unit) for slot in by_start]
     >>> [slots(issued(order, asynchronous=way)) for way in (False, True)]
     [28, 10]
     """
@@ -94,7 +95,8 @@ def in_flight(plan: Sequence[Slot]) -> int:
 def stages_that_fit(shared: int, kept: int, streamed: int) -> int:
     """How many tiles of `streamed` bytes can be in flight beside `kept` bytes: num_stages of a kernel.
 
-    >>> stages_that_fit(227 * 1024, kept=128 * 128 * 2, streamed=2 * 128 * 128 * 2)  # 128 rows, D 128, 16 bits
+    >>> tile = 128 * 128 * 2  # bytes of 128 rows, D 128, 16 bits
+    >>> stages_that_fit(227 * 1024, kept=tile, streamed=2 * tile)
     3
     """
     return max(0, (shared - kept) // streamed)

@@ -1,7 +1,8 @@
 """Threads in blocks, lanes in warps.
 
->>> [warp.active for warp in warps(8)], [warp.masked for warp in warps(8)]  # 8 elements still occupy a warp of 32
-([8], [24])
+>>> # 8 elements still occupy a warp of 32
+>>> [(warp.active, warp.masked) for warp in warps(8)]
+[(8, 24)]
 >>> grid(1_000_000, block=32)
 31250
 """
@@ -36,7 +37,8 @@ def grid(n: int, block: int) -> int:
 def element(block_id: int, block: int, thread_id: int) -> int:
     """i = block_id · block_size + thread_id
 
-    >>> [[element(b, 2, t) for t in range(2)] for b in range(4)]  # 8 elements on 4 cores
+    >>> # 8 elements on 4 cores
+    >>> [[element(b, 2, t) for t in range(2)] for b in range(4)]
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
     return block_id * block + thread_id
@@ -83,8 +85,10 @@ def run_to_completion(tasks: int, compute: int, wait: int, rounds: int = 2) -> l
 def switch_on_wait(tasks: int, compute: int, wait: int, rounds: int = 2) -> list[Segment]:
     """A core that picks up another task whenever one waits: all are done sooner (throughput).
 
-    >>> finish(run_to_completion(4, compute=2, wait=4)), finish(switch_on_wait(4, compute=2, wait=4))
-    (48, 20)
+    >>> finish(run_to_completion(4, compute=2, wait=4))
+    48
+    >>> finish(switch_on_wait(4, compute=2, wait=4))
+    20
     """
     return _schedule(tasks, compute, wait, rounds, switch=True)
 

@@ -1,29 +1,38 @@
 """One head of attention, tile by tile, through an explicit HBM and SRAM: which block is where, and what moved.
 
 >>> trace = attention(8, 8, d=4, rows=2, columns=2, causal=True)
->>> trace["totals"]["visited"], trace["totals"]["skipped"]  # a triangle of 4 by 4 tiles
+>>> # a triangle of 4 by 4 tiles
+>>> trace["totals"]["visited"], trace["totals"]["skipped"]
 (10, 6)
->>> order = {o: attention(8, 8, d=4, rows=2, columns=2, order=o)["totals"] for o in ("fa1", "fa2")}
->>> [sum(order[o]["stored"].values()) for o in order]  # FA1 writes O, m and l again for every block of keys
+>>> sizes = {"d": 4, "rows": 2, "columns": 2}
+>>> fa1, fa2 = (attention(8, 8, **sizes, order=o) for o in ("fa1", "fa2"))
+>>> # FA1 writes O, m and l again for every block of keys
+>>> [sum(x["totals"]["stored"].values()) for x in (fa1, fa2)]
 [768, 160]
 
 The JSON:
 
-    kind     "attention"; order, rows, columns (block sizes), sq, sk, d, dv, before, after, itemsize, backward
+    kind     "attention"; order, rows, columns (block sizes), sq, sk, d, dv,
+             before, after, itemsize, backward
     steps    in order of execution; each step has
-             phase     forward (one tile), finish (division by l, FA2); delta, key, query, backward (see `_backward`)
-             i, j      block of queries, block of keys; None where the step has none
-             masked    whether some pair of the tile is hidden
-             loads, stores   [[name, block], ...] moved for this step, names as in `totals`
-             resident  [[name, block], ...] in SRAM at its end
-             sram, loaded, stored, flops     bytes in SRAM; bytes and FLOPs so far
-             m, l, o, factor, s, p           forward: running maximum, denominator and output (of FA2 yet to be divided
-                       by l) after the step, the correction of the old ones, the scores ("-inf" where hidden) and the
-                       weights exp(s - m)
-             p, ds     backward: the weights exp(s - lse), and the gradient of q·k
+      phase     forward (one tile), finish (division by l, FA2);
+                delta, key, query, backward (see `_backward`)
+      i, j      block of queries, block of keys; None where the step has none
+      masked    whether some pair of the tile is hidden
+      loads, stores    [[name, block], ...] moved for this step, names as in
+                `totals`
+      resident  [[name, block], ...] in SRAM at its end
+      sram, loaded, stored, flops    bytes in SRAM; bytes and FLOPs so far
+      m, l, o, factor, s, p    forward: running maximum, denominator and output
+                (of FA2 yet to be divided by l) after the step, the correction
+                of the old ones, the scores ("-inf" where hidden) and the
+                weights exp(s - m)
+      p, ds     backward: the weights exp(s - lse), and the gradient of q·k
     skipped  [[i, j], ...] tiles that no row sees
-    totals   loaded, stored: {name: bytes}; flops, visited, skipped, peak (bytes of SRAM)
-    out, lse, and with backward dq, dk, dv; error: the largest difference to the reference backend in float64
+    totals   loaded, stored: {name: bytes}; flops, visited, skipped,
+             peak (bytes of SRAM)
+    out, lse, and with backward dq, dk, dv; error: the largest difference to the
+    reference backend in float64
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
 """Online softmax, element by element, beside the version that forgets to correct.
 
 >>> trace = softmax([3, 2, 5, 1])
->>> [round(step["l"], 6) for step in trace["right"]["steps"]], [round(step["l"], 6) for step in trace["wrong"]["steps"]]
-([1.0, 1.367879, 1.185122, 1.203438], [1.0, 1.367879, 2.367879, 2.386195])
+>>> [round(step["l"], 6) for step in trace["right"]["steps"]]
+[1.0, 1.367879, 1.185122, 1.203438]
+>>> [round(step["l"], 6) for step in trace["wrong"]["steps"]]
+[1.0, 1.367879, 2.367879, 2.386195]
 
 The JSON:
 
     kind   "softmax";  x: the input
-    right  steps: [{i, x, m, factor, kept, term, l, ok}], i counting from 1: the correction factor exp(m_old - m),
-           what it leaves of the old sum (kept = factor · l_old), the new term exp(x - m), and l = kept + term
+    right  steps: [{i, x, m, factor, kept, term, l, ok}], i counting from 1: the
+           correction factor exp(m_old - m), what it leaves of the old sum
+           (kept = factor · l_old), the new term exp(x - m), and l = kept + term
            out: the softmax;  lse: m + log l
-    wrong  the same without the factor; ok says whether l is still the sum over the elements so far
+    wrong  the same without the factor; ok says whether l is still the sum over
+           the elements so far
     loads  how often each version reads an element: {"safe", "online"}
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -197,6 +198,39 @@ def test_no_block_of_code_is_cut_off(site, browser, width):
         blocks = "[...document.querySelectorAll('.highlight pre')]"
         assert tab.evaluate(f"{blocks}.filter((x) => x.scrollWidth > x.clientWidth + 1).length") == 0, page
     context.close()
+
+
+def texts(site: Path, pattern: str, tag: str) -> list[str]:
+    """The text of every such element of the pages, without its tags."""
+    found = [x for path in site.glob(pattern) for x in re.findall(tag, path.read_text(encoding="utf-8"), re.S)]
+    return [unescape(re.sub(r"<[^>]+>", "", x)) for x in found]
+
+
+@pytest.mark.slow
+def test_code_and_signatures_of_the_reference_are_narrow(site):
+    """Code has at most 80 columns; of a long signature each parameter has a line."""
+    lines = [line for x in texts(site, "reference/*.html", r"<pre>(.*?)</pre>") for line in x.splitlines()]
+    assert len(lines) > 200
+    assert [line for line in lines if len(line) > 80] == []
+    signatures = texts(site, "reference/*.html", r'<dt class="sig[^>]*>(.*?)</dt>')
+    assert [x for x in signatures if any(len(line) > 110 for line in x.splitlines())] == []
+
+
+SOURCES = re.compile(r"\b(?:src|tests)/[\w/.-]+")
+FOR_DEVELOPERS = ("contributing.html", "changelog.html", "coverage.html")
+
+
+@pytest.mark.slow
+def test_no_page_names_a_source_file_by_its_path(site):
+    """Readers of the site have no clone; pages link to the file, or name the module."""
+    pages = [path for path in site.rglob("*.html") if path.name not in FOR_DEVELOPERS and path.parent.name != "results"]
+    assert len(pages) > 100
+    named = {}
+    for path in pages:
+        (article,) = re.findall(r"<article.*?</article>", path.read_text(encoding="utf-8"), re.S) or [""]
+        found = SOURCES.findall(re.sub(r"<[^>]+>", "", article))
+        named |= {path.relative_to(site).as_posix(): found} if found else {}
+    assert named == {}
 
 
 @pytest.mark.slow

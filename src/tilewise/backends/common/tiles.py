@@ -308,8 +308,10 @@ def parts_of_keys(programs: int, keys: int, block_n: int, num_sms: int) -> int:
     Microseconds on an H200 (one query, 32 heads, 8 KV heads, D 128), in brackets with two programs per SM and
     undivided: batch 1, 65536 keys: 77 (81, 743); batch 4, 8192 keys: 47 (51, 102); batch 16, 8192 keys: 132 (138, 132).
 
-    >>> parts_of_keys(8, 8192, 64, 132), parts_of_keys(128, 8192, 64, 132), parts_of_keys(8, 400, 64, 132)
-    (16, 1, 1)
+    >>> parts_of_keys(8, 8192, 64, 132), parts_of_keys(128, 8192, 64, 132)
+    (16, 1)
+    >>> parts_of_keys(8, 400, 64, 132)
+    1
     """
     return max(1, min(num_sms // max(programs, 1), keys // (4 * block_n), 64))
 

@@ -1,7 +1,7 @@
 """Attention with every term, a block of query rows against the keys they may see, in torch alone.
 
-    s = score_terms(scale * q.k)  softcap, score_mod, ALiBi (one program), then the bias
-    p = exp(s - lse)              hidden pairs 0; lse counts the sink, which has no value
+    s = score_terms(scale * q.k)  softcap, score_mod, ALiBi, then the bias
+    p = exp(s - lse)              hidden pairs 0; lse includes the sink
     o = (p * dropout_factor) v    0 or 1 / (1 - dropout_p)
 
 `forward`, `backward` and `term_gradients` leave hidden pairs out by selection, never by multiplication with 0, as

@@ -4,8 +4,8 @@ This is the CPU backend, and in float64 the oracle of the kernels. A tile of sco
 the loop, so the extra memory is O(S). Heads are batched into one product, and the query heads that share a KV head
 become rows of the same matrix:
 
-    q (B, Sq, H, D)  -> q_tile (h, R, D)    h KV heads at a time, R = (H / Hk) * rows of the tile
-    k (B, Sk, Hk, D) -> k_tile (h, C, D)
+    q (B, Sq, H, D)  -> q_tile (h, R, D)    h KV heads at a time,
+    k (B, Sk, Hk, D) -> k_tile (h, C, D)    R = (H / Hk) * rows of the tile
     v (B, Sk, Hk, E) -> v_tile (h, C, E)
 
 The forward and the backward share two functions: `scores` computes a tile of scale * q.k, and `key_tiles` lists the
