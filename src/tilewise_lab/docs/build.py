@@ -39,6 +39,7 @@ PICTURE = re.compile(
     r'<picture>\n<source [^>]*srcset="([^"]+)">\n<img src="([^"]+)" alt="([^"]+)">\n</picture>'
 )  # a light and a dark file, as GitHub shows them
 TABLE = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.S)
+FENCED = re.compile(r"^(```+[^\n]*\n.*?^```+$)", re.M | re.S)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -149,16 +150,19 @@ def themed(text: str) -> str:
 
 
 def tidied(text: str) -> str:
-    """Without the empty line that ends an example for doctest, and the space that a line's end would be in Chinese.
+    """Without the empty line that ends an example for doctest, and outside of code without the space that a line's end
+    would be in Chinese.
 
     >>> tidied(">>> 1\\n1\\n\\n```\\n一行，\\n又一行\\n")
     '>>> 1\\n1\\n```\\n一行，又一行\\n'
-    >>> tidied("如下：\\n\\n```\\nx\\n```\\n")
-    '如下：\\n```\\nx\\n```\\n'
+    >>> tidied("如下：\\n\\n```\\n一行，\\n又一行\\n```\\n")
+    '如下：\\n```\\n一行，\\n又一行\\n```\\n'
     """
-    text = text.replace("\n\n```\n", "\n```\n")
-    text = re.sub(r"(?<=[\u4e00-\u9fff])\n *(?=[\u4e00-\u9fff])", "", text)
-    return re.sub(r"(?<=[，。：；、）？])\n *(?=(?!```)[\w`\[*（“])", "", text)
+    parts = FENCED.split(text.replace("\n\n```\n", "\n```\n"))
+    for n in range(0, len(parts), 2):  # the others are blocks of code
+        parts[n] = re.sub(r"(?<=[\u4e00-\u9fff])\n *(?=[\u4e00-\u9fff])", "", parts[n])
+        parts[n] = re.sub(r"(?<=[，。：；、）？])\n *(?=(?!```)[\w`\[*（“])", "", parts[n])
+    return "".join(parts)
 
 
 def linked(text: str, source: str, page: str, places: dict[str, str], folder: Path, english: str | None = None) -> str:
