@@ -3,6 +3,7 @@ other module of that package is told."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -35,9 +36,16 @@ class Missing:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         real = getattr(sys.modules.get(PACKAGE), "__file__", None)
-        imports = sys._getframe(2).f_code.co_name == "_find_and_load_unlocked"  # of importlib; no other way to know
-        if imports and not real and name.startswith(PACKAGE + "."):
+        if not real and name.startswith(PACKAGE + ".") and _is_import():
             raise ModuleNotFoundError(reason(name), name=name)
+
+
+def _is_import() -> bool:
+    """Whether the finder was asked by an import, and not by `importlib.util.find_spec`. Only the caller tells."""
+    frame = inspect.currentframe()
+    for _ in range(3):  # the finder, importlib's _find_spec, and who called that
+        frame = None if frame is None else frame.f_back
+    return frame is not None and frame.f_code.co_name == "_find_and_load_unlocked"
 
 
 def reason(name: str) -> str:
