@@ -38,7 +38,9 @@ def place(path: Path, option: str = "--out") -> Path:
     if path.is_dir():
         raise AttentionError(option, f"{str(path)!r}, a folder", "a file in it")
     if not path.parent.is_dir():
-        raise AttentionError(option, f"{str(path)!r}, whose folder does not exist", f"mkdir -p {path.parent} first")
+        raise AttentionError(
+            option, f"{str(path)!r}, whose folder does not exist", f"a folder that exists: mkdir -p {path.parent}"
+        )
     return path
 
 

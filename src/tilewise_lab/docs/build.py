@@ -87,6 +87,7 @@ def stage(folder: Path, language: str, recorded: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         root = "../" * (page.count("/") + bool(LANGUAGES[language]))
         text = text.replace("{root}", root).replace("{version}", release())
+        text = text.replace("{repository}", repository(language))
         text = text.replace("{reports}", results.list_of_reports(measured, root))
         text = text.replace("{measurements}", results.list_of_pages(places.values(), root))
         text = linked(themed(text), source, page, places, folder, root if language != "en" else None)
@@ -119,6 +120,20 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
 
 def release() -> str:
     return "in development" if "unknown" in __version__ else __version__
+
+
+def repository(language: str) -> str:
+    """The link to the repository, if the environment has its address, as `.ci/release` sets it.
+
+    >>> os.environ["TILEWISE_URL"] = "https://host.invalid/owner/tilewise"
+    >>> repository("en")
+    ' · [Repository](https://host.invalid/owner/tilewise)'
+    >>> del os.environ["TILEWISE_URL"]
+    >>> repository("en")
+    ''
+    """
+    url = os.environ.get("TILEWISE_URL")
+    return f" · [{'Repository' if language == 'en' else '代码仓库'}]({url})" if url else ""
 
 
 def with_tables(text: str, original: str) -> str:
