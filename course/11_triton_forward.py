@@ -452,17 +452,19 @@ show(
     ),
     list(fit.items()),
 )
+generations = {"Hopper": 90, "Ampere": 80}
+chosen = [
+    [d, name, tile.block_m, tile.block_n, tile.warps, tile.stages]
+    for d in (64, 128, 256)
+    for name, capability in generations.items()
+    for tile in [tiles.tile("forward", capability, 2, d)]
+]
 show(
     say(
         ["head dim", "GPU", "queries", "keys", "warps", "stages"],
         ["头维度", "GPU", "查询", "键", "warp 数", "级数"],
     ),
-    [
-        [d, name, tile.block_m, tile.block_n, tile.warps, tile.stages]
-        for d in (64, 128, 256)
-        for name, capability in (("Hopper", 90), ("Ampere", 80))
-        for tile in [tiles.tile("forward", capability, 2, d)]
-    ],
+    chosen,
     say("tilewise's tiles", "tilewise 的块"),
 )
 
