@@ -66,7 +66,7 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *set
         if not _add(value, parts, tensors):
             return None
     try:
-        parts += layouts(tensors)
+        add_layouts(parts, tensors)
     except RuntimeError:  # a sparse or nested tensor has no strides or address: validation raises
         return None
     return tuple(parts)
@@ -91,25 +91,23 @@ def _add(value: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
     return True
 
 
-def layouts(tensors: Sequence[Tensor]) -> list[Any]:
-    """Everything that kernels depend on in tensors except their contents.
+def add_layouts(parts: list[Any], tensors: Sequence[Tensor]) -> None:
+    """Append everything that kernels depend on in tensors except their contents.
 
     `get_device` is the number of a GPU, and -1 for a CPU. Of an address only the lowest four bits are used, because
     Triton specialises kernels on 16-byte alignment. Address 0 is a tensor without memory. If there are more than three
     tensors, those passed twice are recorded, because `positions` compares identities. Three tensors are q, k and v,
     each at its own position.
     """
-    found: list[Any] = []
     for x in tensors:
         address = x.data_ptr()
         alignment = address & 15 if address else None
-        found += x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, x.is_neg(), alignment
+        parts += x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, x.is_neg(), alignment
     if len(tensors) > 3 and len({*map(id, tensors)}) < len(tensors):
         names = [*map(id, tensors)]
-        found += map(names.index, names)
+        parts += map(names.index, names)
     if tensors[0].dtype is torch.float32:
-        found.append(torch.backends.cuda.matmul.fp32_precision)
-    return found
+        parts.append(torch.backends.cuda.matmul.fp32_precision)
 
 
 def positions(wanted: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> tuple[int | None, ...] | None:
@@ -131,19 +129,22 @@ class CallPlan:
 
     Attributes:
         spec: the checked options.
-        backend: what computes the forward; `reason` says why it was chosen.
+        backend: what computes the forward.
         forward: a runner from `Request.tensors()` to (out, lse), and the largest score of each head if spec.max_logit.
         order: where these tensors stand among the arguments of the call; None if some are made anew for every call.
         requires_grad: whether a tensor of the call does.
+        returns_out: whether the caller wants out alone.
     """
 
-    __slots__ = ("_backward", "backend", "forward", "order", "reason", "requires_grad", "spec", "uses_tf32")
+    __slots__ = ("_backward", "backend", "forward", "order", "requires_grad", "returns_out", "spec", "uses_tf32")
 
-    def __init__(self, request: Request, order: tuple[int | None, ...] | None = None) -> None:
+    def __init__(
+        self, request: Request, order: tuple[int | None, ...] | None = None, returns_out: bool = False
+    ) -> None:
         tensors = request.tensors()
         self.spec = request.spec
-        self.backend, self.reason = choose(request)
-        self.order = order
+        self.backend, _ = choose(request)
+        self.order, self.returns_out = order, returns_out
         self.requires_grad = any(x is not None and x.requires_grad for x in tensors[: num_differentiable(request.spec)])
         self.forward: Runner = self.backend.forward(request)
         self.uses_tf32 = request.q.dtype == torch.float32 and request.q.is_cuda  # if torch's settings allow it
@@ -259,7 +260,9 @@ def plan_of(name: str, make: Callable[[], Request], tensors: Sequence[Tensor | N
     if first is not None and first.is_cuda:
         given = [x for x in tensors if x is not None]
         absent = tuple([x is None for x in tensors])
-        key = name, torch.are_deterministic_algorithms_enabled(), *settings, absent, *layouts(given)
+        parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings, absent]
+        add_layouts(parts, given)
+        key = tuple(parts)
     plan: CallPlan | None = plans.get(key) if key is not None else None
     if plan is None:
         plan = CallPlan(make())
@@ -274,8 +277,9 @@ def runner_of(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> R
     tensors: list[Tensor] = []
     key = None
     if _add(call, parts, tensors) and tensors[0].is_cuda:
-        is_shared = name == "attend" and shares_memory(*tensors[1:3])
-        key = *parts, is_shared, *layouts(tensors)
+        parts.append(name == "attend" and shares_memory(*tensors[1:3]))
+        add_layouts(parts, tensors)
+        key = tuple(parts)
     runner: Runner | None = None if key is None else plans.get(key)
     if runner is None:
         runner = make()
