@@ -290,7 +290,8 @@ def attention_varlen(
     if others:
         raise misplaced("attention_varlen", others)
     cu = validation.as_int32_offsets(cu_seqlens_q), validation.as_int32_offsets(cu_seqlens_k)
-    out, *statistics = _packed(*validation.to_bshd(q, k, v), options, cu, (max_seqlen_q, max_seqlen_k))
+    q, k, v = validation.to_bshd(q, k, v)
+    out, *statistics = _packed(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
     result: Result = returned(out, statistics, options)
     return result
 

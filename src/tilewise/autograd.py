@@ -11,7 +11,7 @@ from torch import Tensor
 from .backends.reference import ReferenceBackend
 from .errors import AttentionError
 from .ops import dense as ops
-from .plan_cache import CallPlan, at_wanted
+from .plan_cache import CallPlan, at_wanted, is_ready
 from .request import BackwardInputs, Request, Spec, arguments, num_differentiable
 from .torch_internals import (
     is_batched,
@@ -109,12 +109,11 @@ class AttentionWithLse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
-        call = ctx.call
-        if type(call) is not CallPlan or profiler_enabled() or not is_first_order() or is_batched(dout, dlse):
-            return _backward(ctx, dout, dlse)
-        *tensors, out, lse = ctx.saved_tensors
-        bwd_inputs = BackwardInputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        return None, *call.gradients(ctx.needs_input_grad[1:], tensors, bwd_inputs)
+        call, saved = ctx.call, ctx.saved_tensors
+        is_usual = len(saved) == 5 and dlse is None and type(call) is CallPlan  # q, k, v, out and lse
+        if is_usual and is_first_order() and is_ready(dout, saved[4]):
+            return None, *call.backward((*saved, dout, None))
+        return _backward(ctx, dout, dlse)
 
 
 class Attention(AttentionWithLse):

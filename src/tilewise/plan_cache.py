@@ -163,7 +163,7 @@ class CallPlan:
         """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors: None for
         the others. `wanted` is about all tensors, or the first of them; q, k and v are always computed."""
         bwd_inputs = prepare_backward_inputs(bwd_inputs)
-        grads = self._run(None, tensors, bwd_inputs)
+        grads = self.backward((*tensors, *bwd_inputs))
         if len(wanted) == 3:
             return grads
         terms = tuple(wanted[3 : num_differentiable(self.spec)])
@@ -172,61 +172,73 @@ class CallPlan:
             return *grads, *(None,) * len(terms), *nothing
         return *grads, *at_wanted(terms, self.term_gradients(terms, tensors, bwd_inputs)), *nothing
 
-    def backward(self, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs) -> Sequence[Tensor]:
-        """(dq, dk, dv). The inputs are prepared (`prepare_backward_inputs`) here and below."""
-        return self._run(None, tensors, bwd_inputs)
-
     def term_gradients(
         self, wanted: tuple[bool, ...], tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs
     ) -> Sequence[Tensor]:
         """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
         wanted = (*wanted, *(False,) * (2 + self.spec.score_tensors - len(wanted)))
-        return self._run(wanted, tensors, bwd_inputs)
+        return self.backward((*tensors, *bwd_inputs), wanted)
 
     def hvp(
         self, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """The tangents of out, lse, dq, dk and dv for tangents of q, k and v."""
-        return self._run(None, tensors, bwd_inputs, tangents)
+        return self.backward((*tensors, *bwd_inputs, *tangents), tangents=len(tangents))
 
-    def _run(
-        self,
-        wanted: tuple[bool, ...] | None,
-        tensors: Sequence[Tensor | None],
-        bwd_inputs: BackwardInputs,
-        tangents: Sequence[Tensor] = (),
+    def backward(
+        self, every: Sequence[Tensor | None], wanted: tuple[bool, ...] | None = None, tangents: int = 0
     ) -> Sequence[Tensor]:
-        """The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
-        the strides of all of them. (A KernelCall checks the alignment.)"""
-        every = (*tensors, *bwd_inputs, *tangents)
+        """(dq, dk, dv); or `term_gradients`, or `hvp`. The inputs are prepared (`prepare_backward_inputs`).
+
+        The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
+        the strides of all of them. (A KernelCall checks the alignment.)
+
+        Args:
+            every: `Request.tensors()`, `BackwardInputs` and tangents.
+            wanted: which of the score terms' gradients; None for those of q, k and v.
+            tangents: how many of the tensors are tangents.
+        """
         key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in every])
         if self.uses_tf32:
             key = (*key, torch.backends.cuda.matmul.fp32_precision)
         runner = self._backward.get(key)
         if runner is None:
-            request = Request.of(self.spec, tensors)
-            backend = backward_backend(request, self.backend)
-            if tangents:
-                runner = backend.hvp(request, bwd_inputs, tangents)
-            elif wanted is None:
-                runner = backend.backward(request, bwd_inputs)
-            else:
-                runner = backend.term_gradients(request, bwd_inputs, wanted)
+            runner = self._backward_runner([*every], wanted, tangents)
             if len(self._backward) >= MOST_LAYOUTS:
                 self._backward.clear()
             self._backward[key] = runner
         return runner(every)
 
+    def _backward_runner(self, every: list[Any], wanted: tuple[bool, ...] | None, tangents: int) -> Runner:
+        start = len(every) - tangents
+        bwd_inputs = BackwardInputs(*every[start - 4 : start])
+        request = Request.of(self.spec, every[: start - 4])
+        backend = backward_backend(request, self.backend)
+        if tangents:
+            return backend.hvp(request, bwd_inputs, every[start:])
+        if wanted is None:
+            return backend.backward(request, bwd_inputs)
+        return backend.term_gradients(request, bwd_inputs, wanted)
+
+
+def is_ready(dout: Tensor | None, lse: Tensor) -> bool:
+    """Whether these two are as `prepare_backward_inputs` makes them. Not if dout has no memory, such as a stack of
+    gradients that autograd batches."""
+    if dout is None or type(dout) not in TENSORS:
+        return False
+    try:
+        address = dout.data_ptr()
+    except RuntimeError:
+        return False
+    return address != 0 and not address & 15 and dout.is_contiguous() and not dout.is_neg() and lse.is_contiguous()
+
 
 def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:
     """lse and dlse contiguous; dout with rows that the copy engine (TMA) can read, or else contiguous."""
     out, lse, dout, dlse = bwd_inputs
-    address = dout.data_ptr()
-    is_aligned = address != 0 and address % 16 == 0 and dout.is_contiguous() and not dout.is_neg()
-    if is_aligned and dlse is None and lse.is_contiguous():
+    if dlse is None and is_ready(dout, lse):
         return bwd_inputs
-    if not is_aligned:
-        dout = aligned(dout)
+    dout = aligned(dout)
     if dlse is not None:
         dlse = (dlse if dlse.data_ptr() or not dlse.numel() else dlse + 0).resolve_neg().contiguous()
     return BackwardInputs(out, lse.contiguous(), dout, dlse)

@@ -106,8 +106,8 @@ def is_eager() -> bool:
 
 
 def is_first_order() -> bool:
-    """`is_eager` in a backward that torch does not differentiate again."""
-    return not torch.is_grad_enabled() and is_eager()
+    """`is_eager` in a backward that torch does not differentiate again, and no profiler records."""
+    return not torch.is_grad_enabled() and is_eager() and not profiler_enabled()
 
 
 def is_autocast(x: Any) -> bool:
