@@ -109,11 +109,11 @@ class AttentionWithLse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
-        call, saved = ctx.call, ctx.saved_tensors
+        call, saved = ctx.call, ctx.saved_tensors  # read once: a checkpoint recomputes them
         is_usual = len(saved) == 5 and dlse is None and type(call) is CallPlan  # q, k, v, out and lse
         if is_usual and is_first_order() and is_ready(dout, saved[4]):
             return None, *call.backward((*saved, dout, None))
-        return _backward(ctx, dout, dlse)
+        return _backward(ctx, saved, dout, dlse)
 
 
 class Attention(AttentionWithLse):
@@ -170,9 +170,9 @@ def _save(ctx: Any, call: Any, tensors: Any, results: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None) -> Any:
     """The gradients of a Function's arguments."""
-    *tensors, out, lse = ctx.saved_tensors
+    *tensors, out, lse = saved
     spec = spec_of(ctx.call)
     n = min(num_differentiable(spec), len(tensors))
     wanted = ctx.needs_input_grad[1 : 1 + n]
