@@ -144,10 +144,10 @@ def measure(seqlen: int, shape: tuple[int, int, int], strategies: list[str], arg
     call = CallPlan(whole)
     out, lse = call.forward(whole.tensors())
     saved, bwd_inputs = Saved(q, k, v, out, lse), BackwardInputs(out, lse, dout, None)
-    exact = out, *call.backward(whole.tensors(), bwd_inputs)
+    exact = out, *call.backward((*whole.tensors(), *bwd_inputs))
     calls: Calls = {
         "whole forward": lambda: call.forward(whole.tensors()),
-        "whole backward": lambda: call.backward(whole.tensors(), bwd_inputs),
+        "whole backward": lambda: call.backward((*whole.tensors(), *bwd_inputs)),
     }
     told: dict[str, Any] = {}
     for strategy in strategies:
@@ -161,7 +161,7 @@ def measure(seqlen: int, shape: tuple[int, int, int], strategies: list[str], arg
 
         def backward(tiles: Any = tiles) -> None:
             for found, request, results in tiles:
-                found.backward(request.tensors(), results)
+                found.backward((*request.tensors(), *results))
 
         def merged(ranks: list[Forward] = ranks) -> list[Tensor]:
             for r, rank in enumerate(ranks):

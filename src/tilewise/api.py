@@ -155,11 +155,15 @@ def attention(
         raise misplaced("attention", others)
     if layout is not None or is_autocast(q):
         q, k, v = validation.to_bshd(q, k, v, layout)
-    out, *statistics = _run(q, k, v, options, is_layout_named=layout is not None)
-    if layout == "bhsd":
-        out = out.transpose(1, 2)
-    result: Result = returned(out, statistics, options)
-    return result
+    tensors = [q, k, v]
+    key = signature("attention", tensors, options) if is_eager() and not validation.CHECK_CONTENTS else None
+    plan = None if key is None else plans.get(key)
+    if plan is None:
+        results = _first_call(key, tensors, options, (), (), layout is not None)
+    else:
+        results = run_plan(plan, tensors)
+    out: Tensor = results[0].transpose(1, 2) if layout == "bhsd" else results[0]
+    return out if plan is not None and plan.returns_out else returned(out, results[1:], options)
 
 
 @overload
@@ -290,7 +294,7 @@ def attention_varlen(
         raise misplaced("attention_varlen", others)
     cu = validation.as_int32_offsets(cu_seqlens_q), validation.as_int32_offsets(cu_seqlens_k)
     q, k, v = validation.to_bshd(q, k, v)
-    out, *statistics = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
+    out, *statistics = _packed(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
     result: Result = returned(out, statistics, options)
     return result
 
@@ -353,40 +357,38 @@ def check(
     choose(request)
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    cu: tuple[Any, ...] = (),
-    max_seqlens: Any = (),
-    is_layout_named: bool = True,
-) -> Any:
-    """(out, lse), and with return_max_logit=True the largest score of each head, by the plan of an earlier call with
-    the same signature or by a new one. lse may be None if `return_lse` is False."""
+def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, Any], max_seqlens: Any) -> Any:
+    """The results of `attention_varlen`, as those of `run_plan`."""
     tensors = [q, k, v, *cu]
     key = None
     if is_eager() and not validation.CHECK_CONTENTS:
-        key = signature("attention", tensors, options, *(_sizes(max_seqlens, options) if max_seqlens else ()))
-    plan: CallPlan | None = None if key is None else plans.get(key)
-    with_lse = options.get("return_lse", False) is not False  # True or False: other values raised in the first call
-    if plan is not None:
-        if max_seqlens:
-            validation.check_max_seqlens(*max_seqlens)
-        return run_plan(plan, plan.tensors(tensors), with_lse)
+        key = signature("attention", tensors, options, *_sizes(max_seqlens, options))
+    plan = None if key is None else plans.get(key)
+    if plan is None:
+        return _first_call(key, tensors, options, cu, max_seqlens, True)
+    validation.check_max_seqlens(*max_seqlens)
+    return run_plan(plan, tensors)
+
+
+def _first_call(
+    key: Any, tensors: list[Tensor], options: Options, cu: Any, max_seqlens: Any, is_layout_named: bool
+) -> Any:
+    """The results of a call that has no plan: checked, and run by a plan that is kept for the signature `key`."""
+    q, k, v = tensors[:3]
     if not cu and isinstance(q, Tensor) and q.is_nested:
         values, offsets = nested.unpacked(q, k, v)
-        return nested.packed(*_run(*values, options, offsets, (None, None)), q=q)
+        return nested.packed(*_packed(*values, options, offsets, (None, None)), q=q)
     request = validation.checked_request(q, k, v, cu, max_seqlens, options)
     if not is_layout_named:
         validation.warn_if_swapped(q, k)
+    with_lse = options.get("return_lse", False)
     if is_traced(*request[:3]):
         return attend(request.spec, None, request.tensors(), with_lse)
     order = None if key is None else positions(request.tensors(), tensors)
     if order is None:  # there is no signature, or validation made a tensor for this call, such as a seed
         plan = plan_of("request", lambda: request, request.tensors(), repr(request.spec))
     else:
-        plan = CallPlan(request, order)
+        plan = CallPlan(request, order, returns_out=not with_lse and not request.spec.max_logit)
         plans.keep(key, plan)
     return attend(request.spec, plan, request.tensors(), with_lse)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from .backends.reference import ReferenceBackend
 from .errors import AttentionError
 from .ops import dense as ops
-from .plan_cache import CallPlan, at_wanted
+from .plan_cache import CallPlan, at_wanted, is_ready
 from .request import BackwardInputs, Request, Spec, arguments, num_differentiable
 from .torch_internals import (
     is_batched,
     is_dtensor,
-    is_eager,
+    is_first_order,
     is_forward_mode,
     is_traced,
     is_transformed,
@@ -50,15 +50,15 @@ def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None],
         request = Request.of(spec, tensors)
         if ops.chosen(request).name == REFERENCE:
             return ReferenceBackend.differentiable(request)
-        return TransformedAttention.apply(spec, plan, *tensors)  # type: ignore[no-untyped-call]
+        return TransformedAttention.apply(plan or spec, *tensors)  # type: ignore[no-untyped-call]
     wanted = tensors[: num_differentiable(spec)]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
-        return run_forward(spec, plan, tensors)
+        return run_forward(plan or spec, tensors)
     if torch.compiler.is_compiling():  # torch.compile does not allow one tensor as two arguments of a Function
         tensors = [x if x is None or n == 0 else x.view_as(x) for n, x in enumerate(tensors)]
     if with_lse or spec.max_logit:
-        return AttentionWithLse.apply(spec, plan, *tensors)  # type: ignore[no-untyped-call]
-    return Attention.apply(spec, plan, *tensors), None  # type: ignore[no-untyped-call]
+        return AttentionWithLse.apply(plan or spec, *tensors)  # type: ignore[no-untyped-call]
+    return Attention.apply(plan or spec, *tensors), None  # type: ignore[no-untyped-call]
 
 
 def check_forward_only(spec: Spec, tensors: Sequence[Tensor | None]) -> None:
@@ -71,58 +71,58 @@ def check_forward_only(spec: Spec, tensors: Sequence[Tensor | None]) -> None:
         raise AttentionError(f"precision={spec.precision!r}", found, hint)
 
 
-def run_plan(plan: CallPlan, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
-    """`attend` of a call whose plan was found by its signature: an eager call, without forward-mode derivatives."""
-    if profiler_enabled():
-        return attend(plan.spec, plan, tensors, with_lse)
+def run_plan(plan: CallPlan, arguments: Sequence[Tensor]) -> Any:
+    """`attend` of an eager call whose plan was found by its signature, without forward-mode derivatives."""
+    tensors = plan.tensors(arguments)
+    if profiler_enabled() or plan.spec.precision is not None:
+        return attend(plan.spec, plan, tensors, not plan.returns_out)
     if not plan.requires_grad or not torch.is_grad_enabled():
         return plan.forward(tensors)
-    if plan.spec.precision is not None:
-        check_forward_only(plan.spec, tensors)
-    if with_lse or plan.spec.max_logit:
-        return AttentionWithLse.apply(plan.spec, plan, *tensors)  # type: ignore[no-untyped-call]
-    return Attention.apply(plan.spec, plan, *tensors), None  # type: ignore[no-untyped-call]
+    if plan.returns_out:
+        return (Attention.apply(plan, *tensors),)  # type: ignore[no-untyped-call]
+    return AttentionWithLse.apply(plan, *tensors)  # type: ignore[no-untyped-call]
 
 
-def run_forward(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None]) -> Any:
+def run_forward(call: CallPlan | Spec, tensors: Sequence[Tensor | None]) -> Any:
     """(out, lse), and the largest score of each head if spec.max_logit, by the plan or by the registered op."""
-    if plan is not None:
-        return tuple(plan.forward(tensors))
-    request = Request.of(spec, tensors)
+    if isinstance(call, CallPlan):
+        return tuple(call.forward(tensors))
+    request = Request.of(call, tensors)
     if is_dtensor(*request[:3]):
         from .ops import dtensor
 
         return dtensor.forward(request)
-    return ops.registered(ops.forward_op(spec))(*arguments(request))
+    return ops.registered(ops.forward_op(call))(*arguments(request))
 
 
 class AttentionWithLse(torch.autograd.Function):
-    """(out, lse), both differentiable, and the largest score of each head if spec.max_logit. Arguments: spec, plan or
-    None, and `Request.tensors()`."""
+    """(out, lse), both differentiable, and the largest score of each head if spec.max_logit.
+
+    Arguments: the plan of the call, or its spec if it is traced; and `Request.tensors()`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, spec: Any, plan: Any, *tensors: Any) -> Any:
-        results = run_forward(spec, plan, tensors)
-        _save(ctx, spec, plan, tensors, results)
+    def forward(ctx: Any, call: Any, *tensors: Any) -> Any:
+        results = run_forward(call, tensors)
+        _save(ctx, call, tensors, results)
         return results
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
-        plan = ctx.plan
-        if plan is None or profiler_enabled() or torch.is_grad_enabled() or not is_eager() or is_batched(dout, dlse):
-            return _backward(ctx, dout, dlse)
-        *tensors, out, lse = ctx.saved_tensors
-        bwd_inputs = BackwardInputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        return None, None, *plan.gradients(ctx.needs_input_grad[2:], tensors, bwd_inputs)
+        call, saved = ctx.call, ctx.saved_tensors  # read once: a checkpoint recomputes them
+        is_usual = len(saved) == 5 and dlse is None and type(call) is CallPlan  # q, k, v, out and lse
+        if is_usual and is_first_order() and is_ready(dout, saved[4]):
+            return None, *call.backward((*saved, dout, None))
+        return _backward(ctx, saved, dout, dlse)
 
 
 class Attention(AttentionWithLse):
     """out alone: one result less to wrap, and torch.compile makes no zeros for the gradient of lse."""
 
     @staticmethod
-    def forward(ctx: Any, spec: Any, plan: Any, *tensors: Any) -> Any:
-        out, lse = run_forward(spec, plan, tensors) if plan is None else plan.forward(tensors)
-        ctx.spec, ctx.plan = spec, plan
+    def forward(ctx: Any, call: Any, *tensors: Any) -> Any:
+        out, lse = call.forward(tensors) if type(call) is CallPlan else run_forward(call, tensors)
+        ctx.call = call
         ctx.save_for_backward(*tensors, out, lse)
         return out
 
@@ -134,19 +134,19 @@ class TransformedAttention(AttentionWithLse):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(spec: Any, plan: Any, *tensors: Any) -> Any:  # type: ignore[override]
-        return run_forward(spec, plan, tensors)
+    def forward(call: Any, *tensors: Any) -> Any:  # type: ignore[override]
+        return run_forward(call, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        spec, plan, *tensors = inputs
-        _save(ctx, spec, plan, tensors, output)
+        call, *tensors = inputs
+        _save(ctx, call, tensors, output)
         ctx.save_for_forward(*tensors, *output[:2])
 
     @staticmethod
-    def jvp(ctx: Any, _spec: Any, _plan: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, _call: Any, *tangents: Any) -> Any:
         *tensors, out, lse = ctx.saved_tensors
-        request = Request.of(ctx.spec, tensors)
+        request = Request.of(spec_of(ctx.call), tensors)
         if any(t is not None for t in tangents[3:]):
             raise AttentionError(
                 "forward mode on these kernels",
@@ -155,37 +155,42 @@ class TransformedAttention(AttentionWithLse):
             )
         given = [torch.zeros_like(x) if t is None else t for x, t in zip(request[:3], tangents, strict=False)]
         tangents_of = torch.ops.tilewise.jvp(out, lse, given, *arguments(request))
-        return (*tangents_of, None) if ctx.spec.max_logit else tangents_of
+        return (*tangents_of, None) if request.spec.max_logit else tangents_of
 
 
-def _save(ctx: Any, spec: Any, plan: Any, tensors: Any, results: Any) -> None:
-    ctx.spec, ctx.plan = spec, plan
+def spec_of(call: CallPlan | Spec) -> Spec:
+    return call.spec if isinstance(call, CallPlan) else call
+
+
+def _save(ctx: Any, call: Any, tensors: Any, results: Any) -> None:
+    ctx.call = call
     ctx.save_for_backward(*tensors, *results[:2])
-    if spec.max_logit:
+    if spec_of(call).max_logit:
         ctx.mark_non_differentiable(results[2])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None) -> Any:
     """The gradients of a Function's arguments."""
-    *tensors, out, lse = ctx.saved_tensors
-    n = min(num_differentiable(ctx.spec), len(tensors))
-    wanted = ctx.needs_input_grad[2 : 2 + n]
+    *tensors, out, lse = saved
+    spec = spec_of(ctx.call)
+    n = min(num_differentiable(spec), len(tensors))
+    wanted = ctx.needs_input_grad[1 : 1 + n]
 
     def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
         bwd_inputs = BackwardInputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         if not _is_higher_order(dout, dlse, *tensors[:n]):
-            return run_backward(wanted, ctx.spec, ctx.plan, bwd_inputs, tensors)
-        request = Request.of(ctx.spec, tensors)
+            return run_backward(wanted, ctx.call, bwd_inputs, tensors)
+        request = Request.of(spec, tensors)
         if ops.chosen(request).name == REFERENCE:
-            every = (*wanted, *(False,) * (num_differentiable(ctx.spec) - n))
+            every = (*wanted, *(False,) * (num_differentiable(spec) - n))
             return ReferenceBackend.differentiable_backward(request, bwd_inputs, every)[:n]
-        arguments_of: Any = (wanted, ctx.spec, *bwd_inputs, *tensors)
+        arguments_of: Any = (wanted, spec, *bwd_inputs, *tensors)
         return FirstDerivative.apply(*arguments_of)  # type: ignore[no-untyped-call]
 
     is_stack = not torch.compiler.is_compiling() and is_batched(dout, dlse)
     grads = split_batched(gradients, dout, dlse) if is_stack else gradients(dout, dlse)
-    return None, None, *grads, *(None,) * (len(tensors) - n)
+    return None, *grads, *(None,) * (len(tensors) - n)
 
 
 class FirstDerivative(torch.autograd.Function):
@@ -195,7 +200,7 @@ class FirstDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(wanted: Any, spec: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
-        return run_backward(wanted, spec, None, BackwardInputs(out, lse, dout, dlse), tensors)
+        return run_backward(wanted, spec, BackwardInputs(out, lse, dout, dlse), tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
@@ -306,11 +311,11 @@ def _need_reference(what: str, found: str) -> NoReturn:
 
 
 def run_backward(
-    wanted: Sequence[bool], spec: Spec, plan: CallPlan | None, bwd_inputs: BackwardInputs, tensors: Sequence[Any]
+    wanted: Sequence[bool], call: CallPlan | Spec, bwd_inputs: BackwardInputs, tensors: Sequence[Any]
 ) -> Sequence[Tensor | None]:
     """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
-    if plan is None or is_traced(bwd_inputs.dout, *tensors[:3]):
-        request = Request.of(spec, tensors)
+    if not isinstance(call, CallPlan) or is_traced(bwd_inputs.dout, *tensors[:3]):
+        request = Request.of(spec_of(call), tensors)
         if is_dtensor(*request[:3]):
             from .ops import dtensor
 
@@ -320,8 +325,8 @@ def run_backward(
         return *grads, *_traced_term_gradients(wanted[3:], bwd_inputs, request)
     if profiler_enabled():
         with torch.profiler.record_function("tilewise::backward"):
-            return plan.gradients(wanted, tensors, bwd_inputs)
-    return plan.gradients(wanted, tensors, bwd_inputs)
+            return call.gradients(wanted, tensors, bwd_inputs)
+    return call.gradients(wanted, tensors, bwd_inputs)
 
 
 def _traced_term_gradients(

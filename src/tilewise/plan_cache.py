@@ -66,7 +66,7 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *set
         if not _add(value, parts, tensors):
             return None
     try:
-        parts += layouts(tensors)
+        add_layouts(parts, tensors)
     except RuntimeError:  # a sparse or nested tensor has no strides or address: validation raises
         return None
     return tuple(parts)
@@ -91,25 +91,23 @@ def _add(value: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
     return True
 
 
-def layouts(tensors: Sequence[Tensor]) -> list[Any]:
-    """Everything that kernels depend on in tensors except their contents.
+def add_layouts(parts: list[Any], tensors: Sequence[Tensor]) -> None:
+    """Append everything that kernels depend on in tensors except their contents.
 
     `get_device` is the number of a GPU, and -1 for a CPU. Of an address only the lowest four bits are used, because
     Triton specialises kernels on 16-byte alignment. Address 0 is a tensor without memory. If there are more than three
     tensors, those passed twice are recorded, because `positions` compares identities. Three tensors are q, k and v,
     each at its own position.
     """
-    found: list[Any] = []
     for x in tensors:
         address = x.data_ptr()
         alignment = address & 15 if address else None
-        found += x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, x.is_neg(), alignment
+        parts += x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, x.is_neg(), alignment
     if len(tensors) > 3 and len({*map(id, tensors)}) < len(tensors):
         names = [*map(id, tensors)]
-        found += map(names.index, names)
+        parts += map(names.index, names)
     if tensors[0].dtype is torch.float32:
-        found.append(torch.backends.cuda.matmul.fp32_precision)
-    return found
+        parts.append(torch.backends.cuda.matmul.fp32_precision)
 
 
 def positions(wanted: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> tuple[int | None, ...] | None:
@@ -131,19 +129,22 @@ class CallPlan:
 
     Attributes:
         spec: the checked options.
-        backend: what computes the forward; `reason` says why it was chosen.
+        backend: what computes the forward.
         forward: a runner from `Request.tensors()` to (out, lse), and the largest score of each head if spec.max_logit.
         order: where these tensors stand among the arguments of the call; None if some are made anew for every call.
         requires_grad: whether a tensor of the call does.
+        returns_out: whether the caller wants out alone.
     """
 
-    __slots__ = ("_backward", "backend", "forward", "order", "reason", "requires_grad", "spec", "uses_tf32")
+    __slots__ = ("_backward", "backend", "forward", "order", "requires_grad", "returns_out", "spec", "uses_tf32")
 
-    def __init__(self, request: Request, order: tuple[int | None, ...] | None = None) -> None:
+    def __init__(
+        self, request: Request, order: tuple[int | None, ...] | None = None, returns_out: bool = False
+    ) -> None:
         tensors = request.tensors()
         self.spec = request.spec
-        self.backend, self.reason = choose(request)
-        self.order = order
+        self.backend, _ = choose(request)
+        self.order, self.returns_out = order, returns_out
         self.requires_grad = any(x is not None and x.requires_grad for x in tensors[: num_differentiable(request.spec)])
         self.forward: Runner = self.backend.forward(request)
         self.uses_tf32 = request.q.dtype == torch.float32 and request.q.is_cuda  # if torch's settings allow it
@@ -162,7 +163,7 @@ class CallPlan:
         """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors: None for
         the others. `wanted` is about all tensors, or the first of them; q, k and v are always computed."""
         bwd_inputs = prepare_backward_inputs(bwd_inputs)
-        grads = self._run(None, tensors, bwd_inputs)
+        grads = self.backward((*tensors, *bwd_inputs))
         if len(wanted) == 3:
             return grads
         terms = tuple(wanted[3 : num_differentiable(self.spec)])
@@ -171,61 +172,73 @@ class CallPlan:
             return *grads, *(None,) * len(terms), *nothing
         return *grads, *at_wanted(terms, self.term_gradients(terms, tensors, bwd_inputs)), *nothing
 
-    def backward(self, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs) -> Sequence[Tensor]:
-        """(dq, dk, dv). The inputs are prepared (`prepare_backward_inputs`) here and below."""
-        return self._run(None, tensors, bwd_inputs)
-
     def term_gradients(
         self, wanted: tuple[bool, ...], tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs
     ) -> Sequence[Tensor]:
         """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
         wanted = (*wanted, *(False,) * (2 + self.spec.score_tensors - len(wanted)))
-        return self._run(wanted, tensors, bwd_inputs)
+        return self.backward((*tensors, *bwd_inputs), wanted)
 
     def hvp(
         self, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """The tangents of out, lse, dq, dk and dv for tangents of q, k and v."""
-        return self._run(None, tensors, bwd_inputs, tangents)
+        return self.backward((*tensors, *bwd_inputs, *tangents), tangents=len(tangents))
 
-    def _run(
-        self,
-        wanted: tuple[bool, ...] | None,
-        tensors: Sequence[Tensor | None],
-        bwd_inputs: BackwardInputs,
-        tangents: Sequence[Tensor] = (),
+    def backward(
+        self, every: Sequence[Tensor | None], wanted: tuple[bool, ...] | None = None, tangents: int = 0
     ) -> Sequence[Tensor]:
-        """The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
-        the strides of all of them. (A KernelCall checks the alignment.)"""
-        every = (*tensors, *bwd_inputs, *tangents)
+        """(dq, dk, dv); or `term_gradients`, or `hvp`. The inputs are prepared (`prepare_backward_inputs`).
+
+        The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
+        the strides of all of them. (A KernelCall checks the alignment.)
+
+        Args:
+            every: `Request.tensors()`, `BackwardInputs` and tangents.
+            wanted: which of the score terms' gradients; None for those of q, k and v.
+            tangents: how many of the tensors are tangents.
+        """
         key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in every])
         if self.uses_tf32:
             key = (*key, torch.backends.cuda.matmul.fp32_precision)
         runner = self._backward.get(key)
         if runner is None:
-            request = Request.of(self.spec, tensors)
-            backend = backward_backend(request, self.backend)
-            if tangents:
-                runner = backend.hvp(request, bwd_inputs, tangents)
-            elif wanted is None:
-                runner = backend.backward(request, bwd_inputs)
-            else:
-                runner = backend.term_gradients(request, bwd_inputs, wanted)
+            runner = self._backward_runner([*every], wanted, tangents)
             if len(self._backward) >= MOST_LAYOUTS:
                 self._backward.clear()
             self._backward[key] = runner
         return runner(every)
 
+    def _backward_runner(self, every: list[Any], wanted: tuple[bool, ...] | None, tangents: int) -> Runner:
+        start = len(every) - tangents
+        bwd_inputs = BackwardInputs(*every[start - 4 : start])
+        request = Request.of(self.spec, every[: start - 4])
+        backend = backward_backend(request, self.backend)
+        if tangents:
+            return backend.hvp(request, bwd_inputs, every[start:])
+        if wanted is None:
+            return backend.backward(request, bwd_inputs)
+        return backend.term_gradients(request, bwd_inputs, wanted)
+
+
+def is_ready(dout: Tensor | None, lse: Tensor) -> bool:
+    """Whether these two are as `prepare_backward_inputs` makes them. Not if dout has no memory, such as a stack of
+    gradients that autograd batches."""
+    if dout is None or type(dout) not in TENSORS:
+        return False
+    try:
+        address = dout.data_ptr()
+    except RuntimeError:
+        return False
+    return address != 0 and not address & 15 and dout.is_contiguous() and not dout.is_neg() and lse.is_contiguous()
+
 
 def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:
     """lse and dlse contiguous; dout with rows that the copy engine (TMA) can read, or else contiguous."""
     out, lse, dout, dlse = bwd_inputs
-    address = dout.data_ptr()
-    is_aligned = address != 0 and address % 16 == 0 and dout.is_contiguous() and not dout.is_neg()
-    if is_aligned and dlse is None and lse.is_contiguous():
+    if dlse is None and is_ready(dout, lse):
         return bwd_inputs
-    if not is_aligned:
-        dout = aligned(dout)
+    dout = aligned(dout)
     if dlse is not None:
         dlse = (dlse if dlse.data_ptr() or not dlse.numel() else dlse + 0).resolve_neg().contiguous()
     return BackwardInputs(out, lse.contiguous(), dout, dlse)
@@ -259,7 +272,9 @@ def plan_of(name: str, make: Callable[[], Request], tensors: Sequence[Tensor | N
     if first is not None and first.is_cuda:
         given = [x for x in tensors if x is not None]
         absent = tuple([x is None for x in tensors])
-        key = name, torch.are_deterministic_algorithms_enabled(), *settings, absent, *layouts(given)
+        parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings, absent]
+        add_layouts(parts, given)
+        key = tuple(parts)
     plan: CallPlan | None = plans.get(key) if key is not None else None
     if plan is None:
         plan = CallPlan(make())
@@ -274,8 +289,9 @@ def runner_of(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> R
     tensors: list[Tensor] = []
     key = None
     if _add(call, parts, tensors) and tensors[0].is_cuda:
-        is_shared = name == "attend" and shares_memory(*tensors[1:3])
-        key = *parts, is_shared, *layouts(tensors)
+        parts.append(name == "attend" and shares_memory(*tensors[1:3]))
+        add_layouts(parts, tensors)
+        key = tuple(parts)
     runner: Runner | None = None if key is None else plans.get(key)
     if runner is None:
         runner = make()

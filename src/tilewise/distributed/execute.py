@@ -250,7 +250,7 @@ class Backward(_Work):
             is_packed = request.cu_q is not None
             bwd_inputs = self.bwd_inputs_of(call.queries, is_packed)
             call_plan = _call_plan(request)
-            found: Any = call_plan.backward(request.tensors(), bwd_inputs)
+            found: Any = call_plan.backward((*request.tensors(), *bwd_inputs))
             dq_part, dk_part, dv_part = (x[None] for x in found) if is_packed else found
             dq = accumulate(dq, q, call.queries, dq_part)
             dk, dv = accumulate(dk, k, call.keys, dk_part), accumulate(dv, v, call.keys, dv_part)

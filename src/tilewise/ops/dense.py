@@ -68,7 +68,8 @@ def _forward_max_logit(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _plan(*call).backward(_tensors(*call), prepare_backward_inputs(BackwardInputs(out, lse, dout, dlse)))
+    bwd_inputs = prepare_backward_inputs(BackwardInputs(out, lse, dout, dlse))
+    dq, dk, dv = _plan(*call).backward((*_tensors(*call), *bwd_inputs))
     return dq, dk, dv
 
 
