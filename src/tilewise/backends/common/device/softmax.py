@@ -48,6 +48,15 @@ def rescale_exponent(m_old, m, qk_scale, large_scores):
 
 
 @triton.jit
+def row_sums(p, l):
+    """What a tile adds to l: its row sums, or p itself where l has a column for each of its keys."""
+    if len(l.shape) == 1:
+        return tl.sum(p, 1)
+    else:
+        return p
+
+
+@triton.jit
 def softmax_step(m, l, s, qk_scale, large_scores, BOUNDED: tl.constexpr):
     """(p, alpha, m, l) after a tile of scores. A row without visible keys keeps m = -inf and l = 0.
 
@@ -58,12 +67,12 @@ def softmax_step(m, l, s, qk_scale, large_scores, BOUNDED: tl.constexpr):
     """
     if BOUNDED:
         p = tl.exp2(s * qk_scale)
-        return p, tl.full([s.shape[0]], 1.0, tl.float32), m, l + tl.sum(p, 1)
+        return p, tl.full([s.shape[0]], 1.0, tl.float32), m, l + row_sums(p, l)
     m_new = tl.maximum(m, row_maximum(tl.max(s, 1), qk_scale, large_scores))
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(exponent(s, pivot[:, None], qk_scale, large_scores))
     alpha = tl.exp2(rescale_exponent(m, pivot, qk_scale, large_scores))
-    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+    return p, alpha, m_new, l * (alpha if len(l.shape) == 1 else alpha[:, None]) + row_sums(p, l)
 
 
 @triton.jit

@@ -183,13 +183,37 @@ def query_pointers(q, item, rows, n_q, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def key_places(x, rows, BLOCK_D: tl.constexpr):
+    """Offsets of the elements of rows of a cache."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    return rows[:, None] + index(x, d) * x.strides[3]
+
+
+@triton.jit
 def load_keys(x, base, rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of a cache. Those that are not inside are not read: 0, as are columns past D."""
-    d = tl.arange(0, BLOCK_D)[None, :]
-    mask = inside[:, None]
+    return load_places(x, base, key_places(x, rows, BLOCK_D), inside, D, False)
+
+
+@triton.jit
+def load_places(x, base, places, inside, D: tl.constexpr, TURNED: tl.constexpr):
+    """The same by `key_places`, transposed if TURNED. `inside` is None where any row of the cache may be read instead
+    of one that is not inside."""
+    BLOCK_D: tl.constexpr = places.shape[1]
+    mask = None
+    if inside is not None:
+        mask = tl.broadcast_to(inside[:, None], places.shape)
     if D != BLOCK_D:
-        mask = mask & (d < D)
-    return tl.load(x.ptr + base + (rows[:, None] + index(x, d) * x.strides[3]), mask=mask, other=0.0)
+        columns = tl.broadcast_to((tl.arange(0, BLOCK_D) < D)[None, :], places.shape)
+        mask = columns if mask is None else mask & columns
+    if TURNED:
+        places = tl.trans(places)
+        if mask is not None:
+            mask = tl.trans(mask)
+    if mask is None:
+        return tl.load(x.ptr + base + places)
+    else:
+        return tl.load(x.ptr + base + places, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -215,11 +239,15 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
     STORED_K: tl.constexpr = CONFIG.K
     STORED_V: tl.constexpr = CONFIG.V
+    TURNED: tl.constexpr = CONFIG.BLOCK_M < 16
     cache = keys.cache
     full_lo, full_hi = seen_by_all(keys.start, w, params, CONFIG)
     scale_log2 = log2_scale(params.scale, CONFIG.FOLD)
     m = tl.full([CONFIG.BLOCK_M], 0.0 if CONFIG.BOUNDED else float("-inf"), tl.float32)
-    l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
+    if TURNED:
+        l = tl.full([CONFIG.BLOCK_M, N], 0.0, tl.float32)
+    else:
+        l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     rounded = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     acc = ()
     PARTS: tl.constexpr = STORED_V.PARTS
@@ -239,12 +267,14 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
         if CONFIG.HAS_STARTS or params.before is not None:
             inside = inside & (at + tl.arange(0, N) >= keys.first)
         base, offsets = key_offsets(cache.k, page, w.h, at, PAGE_SIZE, N)
-        k_tile = load_keys(cache.k, base, offsets, inside, CONFIG.D // STORED_K.PARTS, CONFIG.BLOCK_D // STORED_K.PARTS)
+        places = key_places(cache.k, offsets, CONFIG.BLOCK_D // STORED_K.PARTS)
+        needs_mask = None if PAGE_SIZE is not None and STORED_K.FORMAT is not None else inside
+        k_tile = load_places(cache.k, base, places, needs_mask, CONFIG.D // STORED_K.PARTS, False)
         k_scales = ()
         if STORED_K.SCALE == "token":
             scale_base, scale_rows = key_offsets(cache.k_scale.x, page, w.h, at, PAGE_SIZE, N)
             k_scales = token_scales(cache.k_scale, scale_base, scale_rows, inside, STORED_K)
-        product = key_product(queries, k_tile, k_scales, STORED_K)
+        product = key_product(queries, k_tile, k_scales, N, STORED_K)
         pairs = Pairs(w, h, i, j)
         s = scores(product, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD)
         edge = REPAIR or (at < full_lo) or (at + N > full_hi)
@@ -252,10 +282,13 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
         if CONFIG.MAX_LOGIT:
             top = tl.maximum(top, tl.max(s, 1))
         p, alpha, m, l = softmax_step(m, l, s, scale_log2, params.terms.large_scores, CONFIG.BOUNDED)
+        WORDS_V: tl.constexpr = CONFIG.BLOCK_DV // STORED_V.PARTS
         if not CONFIG.SAME_STRIDES:
             base, offsets = key_offsets(cache.v, page, w.h, at, PAGE_SIZE, N)
-        DIMS: tl.constexpr = CONFIG.DV // STORED_V.PARTS
-        v_tile = load_keys(cache.v, base, offsets, inside, DIMS, CONFIG.BLOCK_DV // STORED_V.PARTS)
+        if not CONFIG.SAME_STRIDES or places.shape[1] != WORDS_V:
+            places = key_places(cache.v, offsets, WORDS_V)
+        needs_mask = None if PAGE_SIZE is not None and STORED_V.INTEGER else inside  # 0 * nan is nan
+        v_tile = load_places(cache.v, base, places, needs_mask, CONFIG.DV // STORED_V.PARTS, TURNED)
         v_scales = ()
         if STORED_V.SCALE == "token":
             scale_base, scale_rows = key_offsets(cache.v_scale.x, page, w.h, at, PAGE_SIZE, N)
@@ -270,6 +303,8 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
         acc = add_values(acc, weights, alpha, v_tile, v_scales, mask, STORED_V)
         if CONFIG.PREFETCH_PAGES:
             page = next_page
+    if TURNED:
+        l = tl.sum(l, 1)
     out = join_parts(acc, STORED_V)
     if CONFIG.BOUNDED:
         out *= rounding_correction(l, rounded)[:, None]

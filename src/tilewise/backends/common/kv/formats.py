@@ -24,13 +24,15 @@ class Scale(NamedTuple):
 class Stored(NamedTuple):
     """What the decode kernel is compiled for in K, or in V.
 
-    FORMAT: None for floats that attention computes in. PARTS of a word. OPERAND and PRECISION: of the product. SCALE:
+    FORMAT: None for floats that attention computes in; INTEGER: its numbers are integers. PARTS of a word. OPERAND and PRECISION: of the product. SCALE:
     None, "head" (the same for all keys of a sequence and head) or "token". GROUPS of dims that have a scale of their
     own, 1 or 2. FACTOR: K's products are multiplied by a factor of each row. PAIRS: two words at a time are unpacked,
-    in PTX.
+    in PTX. BIASED: K's integers are multiplied together with `part_bias`, which is subtracted from the sums: float32
+    sums are exact enough for operands in float16.
     """
 
     FORMAT: str | None
+    INTEGER: bool
     PARTS: int
     OPERAND: str
     PRECISION: str
@@ -38,14 +40,16 @@ class Stored(NamedTuple):
     GROUPS: int
     FACTOR: bool
     PAIRS: bool
+    BIASED: bool
 
 
 class QueryTile(NamedTuple):
     """Queries of a tile, in PARTS tiles of the dims that the parts of K's words hold; with FACTOR, the factor of each
-    row's products."""
+    row's products; where K's parts are biased, what that adds to the products of each row, by group of dims."""
 
     parts: tl.tuple
     factor: tl.tensor
+    bias: tl.tuple
 
 
 @triton.jit
@@ -67,56 +71,102 @@ def unpack_words(x, C: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def unpack_pairs(x, C: tl.constexpr, FORMAT: tl.constexpr):
-    """The same for two words in a 32-bit register, in PTX: Triton's own code works on one word at a time."""
-    if FORMAT == "int4" or FORMAT == "int8":
-        BITS: tl.constexpr = 4 if FORMAT == "int4" else 8
-        MASK: tl.constexpr = 0x000F000F if FORMAT == "int4" else 0x00FF00FF
-        ONE: tl.constexpr = 0x64086408 if FORMAT == "int4" else 0x64806480
+def unpack_pairs(x, FORMAT: tl.constexpr, BIASED: tl.constexpr):
+    """All parts of two words in a 32-bit register at once, in PTX: Triton's own code works on one word at a time.
+    BIASED: of integers, not the number but its sum with `part_bias`."""
+    if FORMAT == "int4":
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 t, even, odd;
+            mov.b32 even, 0x64086408;
+            mov.b32 odd, 0x54805480;
+            shr.b32 t, $4, 8;
+            lop3.b32 $0, $4, 0x000F000F, even, 0x6A;
+            lop3.b32 $1, $4, 0x00F000F0, odd, 0x6A;
+            lop3.b32 $2, t, 0x000F000F, even, 0x6A;
+            lop3.b32 $3, t, 0x00F000F0, odd, 0x6A;
+            {"" if BIASED else "sub.f16x2 $0, $0, even; sub.f16x2 $1, $1, odd;"}
+            {"" if BIASED else "sub.f16x2 $2, $2, even; sub.f16x2 $3, $3, odd;"}
+            }}""",
+            "=&r,=&r,=&r,=&r,r",
+            [x],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif FORMAT == "int8":
         return tl.inline_asm_elementwise(
             f"""{{
             .reg .b32 t, one;
-            mov.b32 one, {ONE};
-            shr.b32 t, $1, {BITS * C};
-            lop3.b32 t, t, {MASK}, one, 0x6A;
-            sub.f16x2 $0, t, one;
+            mov.b32 one, 0x64806480;
+            shr.b32 t, $2, 8;
+            lop3.b32 $0, $2, 0x00FF00FF, one, 0x6A;
+            lop3.b32 $1, t, 0x00FF00FF, one, 0x6A;
+            {"" if BIASED else "sub.f16x2 $0, $0, one; sub.f16x2 $1, $1, one;"}
             }}""",
-            "=r,r",
+            "=&r,=&r,r",
             [x],
-            dtype=tl.float16,
+            dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
     elif FORMAT == "e5m2":
         return tl.inline_asm_elementwise(
-            f"prmt.b32 $0, $1, 0, {0x2404 + 0x1010 * C};", "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+            "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
+            "=&r,=&r,r",
+            [x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
         )
     else:
         return tl.inline_asm_elementwise(
-            f"""{{
+            """{
             .reg .b32 t;
             .reg .b16 low, high;
-            prmt.b32 t, $1, 0, {0x4420 + 0x11 * C};
-            mov.b32 {{low, high}}, t;
+            prmt.b32 t, $2, 0, 0x3120;
+            mov.b32 {low, high}, t;
             cvt.rn.f16x2.e4m3x2 $0, low;
-            }}""",
-            "=r,r",
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=&r,=&r,r",
             [x],
-            dtype=tl.float16,
+            dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
 
 
 @triton.jit
-def unpack(x, C: tl.constexpr, STORED: tl.constexpr):
-    """Part C of a tile of K or V, as an operand of a product."""
+def unpack(x, STORED: tl.constexpr):
+    """The parts of a tile of K or V, as operands of products."""
     FORMAT: tl.constexpr = STORED.FORMAT
-    if FORMAT is not None:
-        x = unpack_pairs(x, C, FORMAT) if STORED.PAIRS else unpack_words(x, C, FORMAT)
+    PARTS: tl.constexpr = STORED.PARTS
+    BIASED: tl.constexpr = STORED.BIASED
+    found = ()
+    if FORMAT is None:
+        found = (x,)
+    elif STORED.PAIRS:
+        found = unpack_pairs(x, FORMAT, BIASED)
+    else:
+        for c in tl.static_range(PARTS):
+            found += (unpack_words(x, c, FORMAT),)
     if STORED.OPERAND == "float32":
-        x = x.to(tl.float32)
-    return x
+        floats = ()
+        for c in tl.static_range(PARTS):
+            floats += (found[c].to(tl.float32),)
+        return floats
+    else:
+        return found
+
+
+@triton.jit
+def part_bias(c, STORED: tl.constexpr):
+    """What part c of integers is with BIASED when its number is 0."""
+    if STORED.FORMAT == "int8":
+        return 1152.0
+    else:
+        return 72.0 if c % 2 == 1 else 1032.0
 
 
 @triton.jit
@@ -155,7 +205,7 @@ def load_queries(q, rows, exists, scale, D: tl.constexpr, BLOCK_D: tl.constexpr,
         floats = ()
         for c in tl.static_range(PARTS):
             floats += (parts[c].to(tl.float32),)
-        return QueryTile(floats, factor)
+        return QueryTile(floats, factor, ())
     elif STORED.OPERAND == "float16" and q.ptr.dtype.element_ty == tl.bfloat16:
         most = tl.max(tl.abs(parts[0].to(tl.float32)), 1)
         for c in tl.static_range(1, PARTS):
@@ -164,9 +214,29 @@ def load_queries(q, rows, exists, scale, D: tl.constexpr, BLOCK_D: tl.constexpr,
         halves = ()
         for c in tl.static_range(PARTS):
             halves += ((parts[c].to(tl.float32) * inverse[:, None]).to(tl.float16),)
-        return QueryTile(halves, factor * power)
+        return QueryTile(halves, factor * power, row_bias(halves, STORED))
     else:
-        return QueryTile(parts, factor)
+        return QueryTile(parts, factor, row_bias(parts, STORED))
+
+
+@triton.jit
+def row_bias(parts, STORED: tl.constexpr):
+    """The sums of the queries `parts` times the bias of K's parts, for each group of dims."""
+    found = ()
+    if STORED.BIASED:
+        PARTS: tl.constexpr = STORED.PARTS
+        GROUPS: tl.constexpr = STORED.GROUPS
+        for g in tl.static_range(GROUPS):
+            found += (tl.full([parts[0].shape[0]], 0.0, tl.float32),)
+        for c in tl.static_range(PARTS):
+            more = tl.sum(parts[c].to(tl.float32), 1) * part_bias(c, STORED)
+            if GROUPS == 1:
+                found = (found[0] + more,)
+            elif c % 2 == 0:
+                found = (found[0] + more, found[1])
+            else:
+                found = (found[0], found[1] + more)
+    return found
 
 
 @triton.jit
@@ -190,22 +260,37 @@ def token_scales(scale, base, rows, inside, STORED: tl.constexpr):
 
 
 @triton.jit
-def key_product(queries, words, scales, STORED: tl.constexpr):
-    """q.k of a tile, with the scales of its tokens and the factors of its rows."""
-    PRECISION: tl.constexpr = STORED.PRECISION
-    parts = queries.parts
-    product = tl.dot(parts[0], tl.trans(unpack(words, 0, STORED)), input_precision=PRECISION)
-    if STORED.GROUPS == 2:
-        product = tl.dot(parts[2], tl.trans(unpack(words, 2, STORED)), product, input_precision=PRECISION)
-        upper = tl.dot(parts[1], tl.trans(unpack(words, 1, STORED)), input_precision=PRECISION)
-        upper = tl.dot(parts[3], tl.trans(unpack(words, 3, STORED)), upper, input_precision=PRECISION)
-        product = product * scales[0][None, :] + upper * scales[1][None, :]
+def times_keys(q, k, acc, PRECISION: tl.constexpr):
+    """acc + q k^T. Of less than 16 rows, the product of matrix units has keys as its rows and queries as its 8 columns:
+    half as many instructions as with queries as its 16 rows."""
+    if q.shape[0] < 16:
+        return tl.trans(tl.dot(k, tl.trans(q), tl.trans(acc), input_precision=PRECISION))
     else:
-        PARTS: tl.constexpr = STORED.PARTS
-        for c in tl.static_range(1, PARTS):
-            product = tl.dot(parts[c], tl.trans(unpack(words, c, STORED)), product, input_precision=PRECISION)
-        if STORED.SCALE == "token":
-            product *= scales[0][None, :]
+        return tl.dot(q, tl.trans(k), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def key_product(queries, words, scales, N: tl.constexpr, STORED: tl.constexpr):
+    """q.k of a tile of N keys, with the scales of its tokens and the factors of its rows."""
+    PRECISION: tl.constexpr = STORED.PRECISION
+    PARTS: tl.constexpr = STORED.PARTS
+    M: tl.constexpr = queries.parts[0].shape[0]
+    parts = queries.parts
+    keys = unpack(words, STORED)
+    product = tl.zeros([M, N], tl.float32)
+    upper = product
+    if STORED.BIASED:
+        product -= queries.bias[0][:, None]
+        upper -= queries.bias[STORED.GROUPS - 1][:, None]
+    for c in tl.static_range(PARTS):
+        if STORED.GROUPS == 2 and c % 2 == 1:
+            upper = times_keys(parts[c], keys[c], upper, PRECISION)
+        else:
+            product = times_keys(parts[c], keys[c], product, PRECISION)
+    if STORED.GROUPS == 2:
+        product = product * scales[0][None, :] + upper * scales[1][None, :]
+    elif STORED.SCALE == "token":
+        product *= scales[0][None, :]
     if STORED.FACTOR:
         product *= queries.factor[:, None]
     return product
@@ -226,8 +311,9 @@ def scaled_weights(p, alpha, scales, unit, mask, STORED: tl.constexpr):
             upper = tl.where(tl.abs(upper) < float("inf"), upper, 0.0)
         if STORED.OPERAND == "float16":
             largest = tl.maximum(unit, tl.max(tl.maximum(tl.abs(lower), tl.abs(upper)), 0))
-            lower = lower / largest
-            upper = upper / largest
+            inverse = 1.0 / largest
+            lower = lower * inverse
+            upper = upper * inverse
             alpha = alpha * (unit / largest)
             unit = largest
         weights = (p * lower[None, :],)
@@ -238,8 +324,8 @@ def scaled_weights(p, alpha, scales, unit, mask, STORED: tl.constexpr):
 
 @triton.jit
 def add_values(acc, weights, alpha, words, scales, mask, STORED: tl.constexpr):
-    """acc * alpha + weights @ v, for each part of V's words. `mask` (repair): see `dot`; a scale that is not finite is
-    a value that is not."""
+    """acc * alpha + weights @ v, for each part of V's words; of less than 16 rows, `words` are transposed, and so is
+    the product. `mask` (repair): see `dot`; a scale that is not finite is a value that is not."""
     if STORED.OPERAND == "float32":
         lower = weights[0].to(tl.float32)
         upper = weights[STORED.GROUPS - 1].to(tl.float32)
@@ -251,8 +337,15 @@ def add_values(acc, weights, alpha, words, scales, mask, STORED: tl.constexpr):
         upper = weights[STORED.GROUPS - 1].to(tl.bfloat16)
     found = ()
     PARTS: tl.constexpr = STORED.PARTS
+    TURNED: tl.constexpr = lower.shape[0] < 16
+    values = unpack(words, STORED)
     for c in tl.static_range(PARTS):
-        x = dot(upper if c % 2 == 1 else lower, unpack(words, c, STORED), acc[c] * alpha[:, None], mask, STORED)
+        weight = upper if c % 2 == 1 else lower
+        x = acc[c] * alpha[:, None]
+        if TURNED and mask is None:
+            x = tl.trans(tl.dot(values[c], tl.trans(weight), tl.trans(x), input_precision=STORED.PRECISION))
+        else:
+            x = dot(weight, tl.trans(values[c]) if TURNED else values[c], x, mask, STORED)
         if STORED.SCALE == "token" and mask is not None:
             scale = scales[c % STORED.GROUPS]
             sees = tl.max(tl.where(mask & (tl.abs(scale) < float("inf"))[None, :], 0, mask.to(tl.int32)), 1)
