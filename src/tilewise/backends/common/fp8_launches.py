@@ -1,6 +1,6 @@
 """The launches of the quantising pass of precision="fp8", and what they write."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,12 +9,13 @@ from ...request import Request
 from .device.fp8 import Fp8Scales
 from .device.structs import PAD
 from .fp8_format import KEY_BLOCK, MEAN_KEYS, is_smoothed
-from .fp8_quantise import Fp8Config, Fp8Tensors, quantise_kernel, sum_keys_kernel
+from .fp8_quantise import Fp8Config, Fp8Tensors, mean_keys_kernel, quantise_kernel
 from .gpu import Gpu
 from .launch import INTERPRETED, Launch, Memory, can_overlap, pdl_option
 from .shapes import call_shape, padded, view
 
-CHUNKS = 8
+E4M3_CAPABILITY = 89  # from which on PTX converts to e4m3
+PASS: dict[str, Any] = {"num_warps": 8} | ({} if INTERPRETED else {"maxnreg": 80})  # three programs on an SM
 BLOCK = PAD.value
 assert BLOCK == KEY_BLOCK
 
@@ -47,26 +48,29 @@ def quantise(request: Request, gpu: Gpu, memory: Memory, least_dim: int, ordered
         memory.empty((rows * k_tiles, size.kv_heads), f32),
         memory.empty((rows * q_tiles, size.heads, BLOCK), f32) if smooth else None,
     )
-    sums = memory.empty((size.batch, size.kv_heads, CHUNKS, d), f32) if smooth else None
-    tensors = Fp8Tensors(view(request.q), view(request.k), view(request.v), q8, k8, v8, scales, sums)
+    means = memory.empty((size.batch, size.kv_heads, d), f32) if smooth else None
+    tensors = Fp8Tensors(view(request.q), view(request.k), view(request.v), q8, k8, v8, scales, means)
     overlap = can_overlap(gpu)
     group = size.heads // size.kv_heads
-    config = Fp8Config(group, size.d, size.dv, d, dv, CHUNKS, MEAN_KEYS, ordered, overlap)
+    packed = gpu.kind == "cuda" and gpu.capability >= E4M3_CAPABILITY and not INTERPRETED
+    config = Fp8Config(group, size.d, size.dv, d, dv, MEAN_KEYS, ordered, overlap, packed)
     options = {"CONFIG": config, **pdl_option(overlap)}
-    q_total = 2 * size.programs(size.n_q, size.heads, BLOCK)
+    k_total = size.programs(size.n_k, size.kv_heads, BLOCK)
     quantising = Launch(
         quantise_kernel,
-        q_total + 2 * size.programs(size.n_k, size.kv_heads, BLOCK),
+        2 * k_total + size.programs(size.n_q, size.heads, BLOCK),
         (
             *(tensors, request.cu_q, request.cu_k, size.n_q, size.n_k, spec.scale),
-            *(q_tiles, k_tiles, size.heads, size.kv_heads, size.batch, q_total),
+            *(q_tiles, k_tiles, size.heads, size.kv_heads, size.batch, k_total),
         ),
-        {**options, "num_warps": 8, **({} if INTERPRETED else {"maxnreg": 128})},  # two programs on an SM
+        {**options, **PASS},
     )
     if not smooth:
         return Quantised(q8, k8, v8, scales, {"fp8 quantise": quantising})
-    programs = size.batch * size.kv_heads * CHUNKS
-    summing = Launch(
-        sum_keys_kernel, programs, (tensors, request.cu_k, size.n_k, size.kv_heads), {**options, "num_warps": 4}
+    averaging = Launch(
+        mean_keys_kernel,
+        size.batch * size.kv_heads,
+        (tensors, request.cu_k, size.n_k, size.kv_heads),
+        {**options, "num_warps": 16},
     )
-    return Quantised(q8, k8, v8, scales, {"(fp8 mean key)": summing, "fp8 quantise": quantising})
+    return Quantised(q8, k8, v8, scales, {"(fp8 mean key)": averaging, "fp8 quantise": quantising})

@@ -1,4 +1,4 @@
-"""The quantising pass of precision="fp8": sums of sampled keys, then q, k and v in float8_e4m3fn (`fp8_format`)."""
+"""The quantising pass of precision="fp8": means of sampled keys, then q, k and v in float8_e4m3fn (`fp8_format`)."""
 
 from typing import NamedTuple
 
@@ -16,8 +16,7 @@ LEAST: tl.constexpr = tl.constexpr(2.0**-40)
 
 class Fp8Tensors(NamedTuple):
     """Views of q, k and v; the stored values: q (blocks, heads, PAD, BLOCK_D), k (blocks, KV heads, PAD, BLOCK_D) and v
-    (blocks, KV heads, BLOCK_DV, PAD); the scales; and sums of sampled keys, (batch, KV heads, CHUNKS, BLOCK_D), or
-    None."""
+    (blocks, KV heads, BLOCK_DV, PAD); the scales; and the mean keys, (batch, KV heads, BLOCK_D), or None."""
 
     q: tl.tuple
     k: tl.tuple
@@ -26,7 +25,7 @@ class Fp8Tensors(NamedTuple):
     k8: tl.tensor
     v8: tl.tensor
     scales: tl.tuple
-    sums: tl.tensor
+    means: tl.tensor
 
 
 class Fp8Config(NamedTuple):
@@ -35,10 +34,10 @@ class Fp8Config(NamedTuple):
     DV: int
     BLOCK_D: int
     BLOCK_DV: int
-    CHUNKS: int  # programs that sum the keys of one sequence and head, a power of two
     MEAN_KEYS: int
     ORDER: bool  # values are stored in the order of `stored_key`
     OVERLAP: bool
+    PACKED: bool  # four values at a time become fp8, in PTX
 
 
 @triton.jit
@@ -58,24 +57,25 @@ def mean_step(n, MEAN_KEYS: tl.constexpr):
 
 
 @triton.jit
-def finite_size(x):
-    """abs(x), or 0 where x is not finite."""
-    size = tl.abs(x)
-    return tl.where(size < float("inf"), size, 0.0)
-
-
-@triton.jit
-def stored(x, largest):
-    """x in fp8, where `largest` is the largest of its block."""
-    factor = tl.div_rn(MAX_FP8 + largest * 0.0, largest)
-    return tl.where(tl.abs(x) < float("inf"), x * factor, float("nan")).to(tl.float8e4nv)
+def finite(x):
+    """x, with nan for what is not finite: maxima do not count it, and its fp8 is nan."""
+    return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 
 @triton.jit
 def quantised(x):
-    """x in fp8, and its scale."""
-    largest = tl.maximum(tl.max(finite_size(x)), LEAST)
-    return stored(x, largest), scale_of(largest)
+    """x in fp8, and its scale. Only where the largest value is inf, others are compared with it."""
+    largest = tl.max(tl.abs(x))
+    if largest == float("inf"):
+        x = finite(x)
+        largest = tl.max(tl.abs(x))
+    largest = tl.maximum(largest, LEAST)
+    return (x * factor_of(largest)).to(tl.float8e4nv), scale_of(largest)
+
+
+@triton.jit
+def factor_of(largest):
+    return tl.div_rn(MAX_FP8 + largest * 0.0, largest)
 
 
 @triton.jit
@@ -84,26 +84,21 @@ def scale_of(largest):
 
 
 @triton.jit
-def mean_key(tensors, b, h, kv_heads, n, CONFIG: tl.constexpr):
-    """The mean key of sequence b, of n keys, and KV head h."""
-    c = tl.arange(0, CONFIG.CHUNKS)[:, None]
-    d = tl.arange(0, CONFIG.BLOCK_D)[None, :]
-    p = tensors.sums + (tl.cast(b * kv_heads + h, tl.int64) * CONFIG.CHUNKS + c) * CONFIG.BLOCK_D + d
-    count = tl.maximum(tl.cdiv(n, mean_step(n, CONFIG.MEAN_KEYS)), 1)
-    return tl.sum(tl.load(p), 0) / count
+def mean_key(tensors, b, h, kv_heads, CONFIG: tl.constexpr):
+    """Pointers to the mean key of sequence b and KV head h."""
+    return tensors.means + tl.cast(b * kv_heads + h, tl.int64) * CONFIG.BLOCK_D + tl.arange(0, CONFIG.BLOCK_D)
 
 
 @triton.jit(**ANY_SIZE)
-def sum_keys_kernel(tensors, cu_k, n_k, kv_heads, CONFIG: tl.constexpr):
-    """Sums of a part of the sampled keys of one sequence and KV head; values that are not finite count as 0."""
+def mean_keys_kernel(tensors, cu_k, n_k, kv_heads, CONFIG: tl.constexpr):
+    """The mean of the sampled keys of one sequence and KV head; values that are not finite count as 0."""
     if CONFIG.OVERLAP:
+        gdc_wait()  # before the next launch starts, which reads what earlier ones wrote
         gdc_launch_dependents()
-        gdc_wait()
-    BLOCK: tl.constexpr = 64
+    BLOCK: tl.constexpr = 32768 // CONFIG.BLOCK_D
     pid = tl.program_id(0)
-    chunk = pid % CONFIG.CHUNKS
-    h = pid // CONFIG.CHUNKS % kv_heads
-    b = pid // CONFIG.CHUNKS // kv_heads
+    h = pid % kv_heads
+    b = pid // kv_heads
     start = 0
     n = n_k
     if cu_k is not None:
@@ -112,43 +107,46 @@ def sum_keys_kernel(tensors, cu_k, n_k, kv_heads, CONFIG: tl.constexpr):
     count = tl.cdiv(n, step)
     x = tensors.k
     d = tl.arange(0, CONFIG.BLOCK_D)
-    acc = tl.full([CONFIG.BLOCK_D], 0.0, tl.float32)
+    acc = tl.full([BLOCK, CONFIG.BLOCK_D], 0.0, tl.float32)
     base = x.ptr + tl.cast(b, tl.int64) * x.strides[0] + tl.cast(h, tl.int64) * x.strides[2]
-    for first in range(chunk * BLOCK, count, CONFIG.CHUNKS * BLOCK):
+    for first in range(0, count, BLOCK):
         r = first + tl.arange(0, BLOCK)
         token = (start + r * step).to(tl.int64)
         p = base + token[:, None] * x.strides[1] + d[None, :].to(tl.int64) * x.strides[3]
         y = tl.load(p, mask=(r < count)[:, None] & (d < CONFIG.D)[None, :], other=0.0).to(tl.float32)
-        acc += tl.sum(tl.where(tl.abs(y) < float("inf"), y, 0.0), 0)
-    tl.store(tensors.sums + tl.cast(pid, tl.int64) * CONFIG.BLOCK_D + d, acc)
+        acc += tl.where(tl.abs(y) < float("inf"), y, 0.0)
+    tl.store(mean_key(tensors, b, h, kv_heads, CONFIG), tl.sum(acc, 0) / tl.maximum(count, 1))
 
 
 @triton.jit(**ANY_SIZE)
 def quantise_kernel(
-    tensors, cu_q, cu_k, n_q, n_k, scale, q_tiles, k_tiles, heads, kv_heads, batch, q_total, CONFIG: tl.constexpr
+    tensors, cu_q, cu_k, n_q, n_k, scale, q_tiles, k_tiles, heads, kv_heads, batch, k_total, CONFIG: tl.constexpr
 ):
-    """The first q_total programs quantise half a block of queries of a head each; of the others one in two a block of
-    keys, and one a block of values."""
+    """The first k_total programs quantise a block of values of a head each, as many others a block of keys, and the
+    others a block of queries. Values do not need the mean key: their programs run while it is computed."""
+    pid = tl.program_id(0)
+    EARLY: tl.constexpr = tensors.means is not None
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
-    pid = tl.program_id(0)
+        if not EARLY or pid >= k_total:
+            gdc_wait()
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
-    if pid < q_total:
-        tile = pid // 2
-        w = locate(tile, Grid(q_tiles, heads, batch), seqs, cu_q, PAD)
-        block = tile % q_tiles if cu_q is not None else w.b * q_tiles + tile % q_tiles
-        quantise_queries(tensors, w, block, pid % 2, Sizes(scale, heads, kv_heads), CONFIG)
-    else:
-        pid -= q_total
-        tile = pid // 2
+    if pid < 2 * k_total:
+        tile = pid % k_total
         w = locate(tile, Grid(k_tiles, kv_heads, batch), seqs, cu_k, PAD)
         block = tile % k_tiles if cu_k is not None else w.b * k_tiles + tile % k_tiles
         line = tl.cast(block, tl.int64) * kv_heads + w.h
-        if pid % 2 == 0:
-            quantise_keys(tensors, w, line, kv_heads, CONFIG)
-        else:
+        if pid < k_total:
             quantise_values(tensors, w, line, CONFIG)
+            if CONFIG.OVERLAP and EARLY:
+                gdc_wait()
+        else:
+            quantise_keys(tensors, w, line, kv_heads, CONFIG)
+    else:
+        tile = pid - 2 * k_total
+        w = locate(tile, Grid(q_tiles, heads, batch), seqs, cu_q, PAD)
+        block = tile % q_tiles if cu_q is not None else w.b * q_tiles + tile % q_tiles
+        quantise_queries(tensors, w, block, Sizes(scale, heads, kv_heads), CONFIG)
 
 
 class Sizes(NamedTuple):
@@ -158,20 +156,25 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def quantise_queries(tensors, w, block, half, sizes, CONFIG: tl.constexpr):
-    """Half a block of queries, and what the mean key takes from their scores."""
+def quantise_queries(tensors, w, block, sizes, CONFIG: tl.constexpr):
+    """A block of queries in two halves, and what the mean key takes from their scores."""
     HALF: tl.constexpr = PAD // 2
     r = tl.arange(0, HALF)
     d = tl.arange(0, CONFIG.BLOCK_D)
-    line = (tl.cast(block, tl.int64) * sizes.heads + w.h) * PAD + half * HALF
-    rows = Rows(tensors.q, w.b, w.h, w.q0, w.first + half * HALF, w.n_q)
-    x = load_rows(rows, CONFIG.D, HALF, CONFIG.BLOCK_D, False).to(tl.float32)
+    line = (tl.cast(block, tl.int64) * sizes.heads + w.h) * PAD
+    halves = ()
+    for n in tl.static_range(2):
+        rows = Rows(tensors.q, w.b, w.h, w.q0, w.first + n * HALF, w.n_q)
+        halves += (load_rows(rows, CONFIG.D, HALF, CONFIG.BLOCK_D, False),)
     if tensors.scales.shift is not None:
-        mean = mean_key(tensors, w.b, w.h // CONFIG.GROUP, sizes.kv_heads, w.n_k, CONFIG)
-        tl.store(tensors.scales.shift + line + r, tl.sum(x * mean[None, :], 1) * sizes.scale)
-    y, factor = quantised(x)
-    tl.store(tensors.q8 + (line + r[:, None]) * CONFIG.BLOCK_D + d[None, :], y)
-    tl.store(tensors.scales.q + (tl.cast(block, tl.int64) * 2 + half) * sizes.heads + w.h, factor)
+        mean = tl.load(mean_key(tensors, w.b, w.h // CONFIG.GROUP, sizes.kv_heads, CONFIG))
+    for n in tl.static_range(2):
+        x = halves[n].to(tl.float32)
+        if tensors.scales.shift is not None:
+            tl.store(tensors.scales.shift + line + n * HALF + r, tl.sum(x * mean[None, :], 1) * sizes.scale)
+        y, factor = quantised(x)
+        tl.store(tensors.q8 + (line + n * HALF + r[:, None]) * CONFIG.BLOCK_D + d[None, :], y)
+        tl.store(tensors.scales.q + (tl.cast(block, tl.int64) * 2 + n) * sizes.heads + w.h, factor)
 
 
 @triton.jit
@@ -180,9 +183,9 @@ def quantise_keys(tensors, w, line, kv_heads, CONFIG: tl.constexpr):
     d = tl.arange(0, CONFIG.BLOCK_D)
     rows = Rows(tensors.k, w.b, w.h, w.k0, w.first, w.n_k)
     x = load_rows(rows, CONFIG.D, PAD, CONFIG.BLOCK_D, False).to(tl.float32)
-    if tensors.sums is not None:
-        mean = mean_key(tensors, w.b, w.h, kv_heads, w.n_k, CONFIG)
-        x = tl.where((w.first + r < w.n_k)[:, None], x - mean[None, :], 0.0)
+    if tensors.means is not None:
+        mean = tl.load(mean_key(tensors, w.b, w.h, kv_heads, CONFIG))
+        x -= mean[None, :] * (w.first + r < w.n_k).to(tl.float32)[:, None]
     y, factor = quantised(x)
     tl.store(tensors.k8 + (line * PAD + r[:, None]) * CONFIG.BLOCK_D + d[None, :], y)
     tl.store(tensors.scales.k + line, factor)
@@ -196,9 +199,16 @@ def quantise_values(tensors, w, line, CONFIG: tl.constexpr):
     b = load_values(tensors.v, w, 1, CONFIG)
     c = load_values(tensors.v, w, 2, CONFIG)
     d = load_values(tensors.v, w, 3, CONFIG)
-    sizes = tl.maximum(tl.maximum(finite_size(a), finite_size(b)), tl.maximum(finite_size(c), finite_size(d)))
-    largest = tl.maximum(tl.max(sizes), LEAST)
-    words = byte(a, largest, 0) | byte(b, largest, 1) | byte(c, largest, 2) | byte(d, largest, 3)
+    largest = largest_of(a, b, c, d)
+    if largest == float("inf"):
+        a = finite(a)
+        b = finite(b)
+        c = finite(c)
+        d = finite(d)
+        largest = largest_of(a, b, c, d)
+    largest = tl.maximum(largest, LEAST)
+    factor = factor_of(largest)
+    words = fp8_words(a * factor, b * factor, c * factor, d * factor, CONFIG.PACKED)
     i = tl.arange(0, PAD // 4)
     e = tl.arange(0, CONFIG.BLOCK_DV)
     p = tensors.v8.to(tl.pointer_type(tl.int32)) + (line * CONFIG.BLOCK_DV + e[:, None]) * (PAD // 4) + i[None, :]
@@ -219,6 +229,32 @@ def load_values(v, w, C: tl.constexpr, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def byte(x, largest, C: tl.constexpr):
+def largest_of(a, b, c, d):
+    return tl.max(tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))))
+
+
+@triton.jit
+def fp8_words(a, b, c, d, PACKED: tl.constexpr):
+    """a, b, c and d in fp8, as the bytes of int32 words."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return byte(a, 0) | byte(b, 1) | byte(c, 2) | byte(d, 3)
+
+
+@triton.jit
+def byte(x, C: tl.constexpr):
     """x in fp8, as byte C of int32 words."""
-    return stored(x, largest).to(tl.uint8, bitcast=True).to(tl.int32) << (8 * C)
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << (8 * C)
