@@ -66,6 +66,8 @@ def decode_tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised
     fits_16 = 0 < rows <= 16  # the smallest tile of tl.dot has 16 rows
     large = arch in (90, 100, 103)
     if quantised is not None and itemsize == 2:
+        if arch == 90 and padded_dim == 128 and 0 < rows <= 8 and quantised != "one":
+            return KvTile(8, 64, 2, 3, 6, max_registers=168)
         return _quantised_tile(quantised, large, padded_dim, fits_16)
     if large:
         return _large_tile(itemsize, padded_dim, fits_16)
