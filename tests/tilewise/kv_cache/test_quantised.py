@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tilewise.backends.common.kv import partition
 from tests.kv_cases import KvCase, compare, inputs
 from tests.quantised_cases import E4M3, E5M2, INT4, INT8, KINDS, nearest, quantised
 
@@ -36,6 +37,19 @@ def test_formats_and_scales(dtype: torch.dtype, kind: str, backend: str) -> None
         pytest.skip("not a scale of this format")
     check(BASE.but(new=1), (dtype, dtype), (kind, kind), backend, BRAIN)
     check(BASE.but(page=0, queries=(3, 1, 0, 11), new=(3, 1, 0, 2)), (dtype, dtype), (kind, kind), backend, HALF)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(E4M3, "head"), (E5M2, "token"), (INT8, "token"), (INT4, "group")], ids=str
+)
+def test_tiles_of_8_rows(
+    dtype: torch.dtype, kind: str, triton_runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are the rows of their products, and queries the columns."""
+    monkeypatch.setattr(partition, "INTERPRETER", partition.KvTile(8, 16, 4, 1, 1))
+    check(BASE.but(new=1), (dtype, dtype), (kind, kind), "triton", BRAIN)
+    check(BASE.but(page=0, queries=3, new=3), (dtype, dtype), (kind, kind), "triton", HALF, window=(6, 0))
+    check(BASE.but(dim=24, dim_v=40), (dtype, dtype), (kind, kind), "triton", BRAIN)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from .forward_tiles import (
     weights,
     zero_acc,
 )
-from .fp8 import fp8_key_tokens, fp8_query_tokens, key_scales, p_pivot, query_factor
+from .fp8 import fp8_key_tokens, fp8_query_tokens, key_scales, p_pivot, query_factor, value_unit
 from .gluon_compat import (
     arrive,
     bar_arrive,
@@ -281,7 +281,8 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     if flags is not None:
         raised = flag_pointer(flags, t, WG, CONFIG)
     FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
-    epilogue((acc, m_i, l_i, v_factor), (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
+    state = (acc, m_i, l_i, value_unit(v_factor, CONFIG))
+    epilogue(state, (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
     return n, flag
 
 
