@@ -15,7 +15,7 @@ from .launch import INTERPRETED, Launch, Memory, can_overlap, pdl_option
 from .shapes import call_shape, padded, view
 
 E4M3_CAPABILITY = 89  # from which on PTX converts to e4m3
-PASS: dict[str, Any] = {"num_warps": 8} | ({} if INTERPRETED else {"maxnreg": 96})  # two programs on an SM
+PASS: dict[str, Any] = {"num_warps": 8} | ({} if INTERPRETED else {"maxnreg": 128})  # two programs on an SM
 BLOCK = PAD.value
 assert BLOCK == KEY_BLOCK
 

@@ -53,9 +53,12 @@ def tile_override() -> KvTile | None:
     return KvTile(*map(int, override.split("x"))) if override else None
 
 
-def decode_tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: str | None = None) -> KvTile:
-    """The tile for sequences with at most so many rows (0 if unknown). `quantised`: None if K and V are not; "token" if
-    they have 8 bits with scales by token, "one" if one of them is a 16-bit float, "both" otherwise.
+def decode_tile(
+    arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: str | None = None, one_query: bool = False
+) -> KvTile:
+    """The tile for sequences with at most so many rows (0 if unknown), of one query each or more. `quantised`: None if
+    K and V are not; "int4" if both are, "token" if scales are by token and numbers have 8 bits, "one" if K or V is a
+    16-bit float, "both" otherwise.
 
     >>> decode_tile(90, 2, 128, 4)
     KvTile(block_m=64, block_n=64, warps=4, stages=3, programs_per_sm=2, prefetch_pages=1, max_registers=0, splits=3)
@@ -66,8 +69,8 @@ def decode_tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised
     fits_16 = 0 < rows <= 16  # the smallest tile of tl.dot has 16 rows
     large = arch in (90, 100, 103)
     if quantised is not None and itemsize == 2:
-        if arch == 90 and padded_dim == 128 and 0 < rows <= 8 and quantised != "one":
-            return KvTile(8, 64, 2, 3, 6, max_registers=168)
+        if arch == 90 and padded_dim == 128 and one_query and rows <= 8 and quantised != "one":
+            return _eight_rows(quantised)
         return _quantised_tile(quantised, large, padded_dim, fits_16)
     if large:
         return _large_tile(itemsize, padded_dim, fits_16)
@@ -95,13 +98,20 @@ def _quantised_tile(kind: str, large: bool, dim: int, fits_16: bool) -> KvTile:
     with 64 (H200)."""
     if dim <= 128 and fits_16 and large:
         # 3 programs on an SM take 509 us, 2 take 571; with scales by token 168 registers do not suffice
-        programs, registers = (3, 168) if kind == "both" else (2, 0)
+        programs, registers = (3, 168) if kind in ("both", "int4") else (2, 0)
         return KvTile(16, 128, 4, 2 if kind == "one" else 3, programs, max_registers=registers)
     if dim <= 128:
         return KvTile(16, 64, 4, 2, 2) if fits_16 else KvTile(64, 32, 4, 3 if large else 2, 2)
     if dim <= 256:
         return KvTile(16, 64, 4, 2, 2) if large else KvTile(16, 32, 4, 2, 1)
     return KvTile(16, 32, 4, 2, 1) if large else KvTile(16, 16, 4, 2, 1)
+
+
+def _eight_rows(kind: str) -> KvTile:
+    """Keys are the 16 rows of a matrix instruction, and queries its 8 columns: half the instructions of 16 rows."""
+    if kind == "int4":
+        return KvTile(8, 128, 2, 3, 4, max_registers=255)
+    return KvTile(8, 128, 4, 3, 3, max_registers=168)
 
 
 def _small_tile(itemsize: int, dim: int, fits_16: bool) -> KvTile:
@@ -185,8 +195,10 @@ def _quantised(request: Any) -> str | None:
     found = [format_of(x) for x in (request.k, request.v)]
     if None in found:
         return None if found[0] is found[1] else "one"
+    if max(x.bits for x in found if x is not None) == 4:
+        return "int4"
     by_token = has_token_scales(request.k_scale) or has_token_scales(request.v_scale)
-    return "token" if by_token and max(x.bits for x in found if x is not None) == 8 else "both"
+    return "token" if by_token else "both"
 
 
 def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) -> Partition:
@@ -199,9 +211,9 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
         portable = portable or request.places.by_token
         tile = latent_tile(gpu.arch, q.element_size(), max_rows, portable)
     if tile is None:
-        tile = decode_tile(
-            gpu.arch, q.element_size(), padded(max(q.shape[-1], head_dim(v))), max_rows, _quantised(request)
-        )
+        dim = padded(max(q.shape[-1], head_dim(v)))
+        one_query = request.max_seqlen_q == 1
+        tile = decode_tile(gpu.arch, q.element_size(), dim, max_rows, _quantised(request), one_query)
     if request.dense.cu_q is None:
         tiles = -(-q.shape[1] * group // tile.block_m)
         items = q.shape[0] * tiles
