@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.backends.common.kv import partition
 from tests.kv_cases import KvCase, compare, inputs
 from tests.quantised_cases import E4M3, E5M2, INT4, INT8, KINDS, nearest, quantised
+from tilewise.backends.common.kv import partition
 
 BASE = KvCase((18, 3, 0, 9), dim=16, page=8)
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -42,9 +42,7 @@ def test_formats_and_scales(dtype: torch.dtype, kind: str, backend: str) -> None
 @pytest.mark.parametrize(
     ("dtype", "kind"), [(E4M3, "head"), (E5M2, "token"), (INT8, "token"), (INT4, "group")], ids=str
 )
-def test_tiles_of_8_rows(
-    dtype: torch.dtype, kind: str, triton_runs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_of_8_rows(dtype: torch.dtype, kind: str, triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are the rows of their products, and queries the columns."""
     monkeypatch.setattr(partition, "INTERPRETER", partition.KvTile(8, 16, 4, 1, 1))
     check(BASE.but(new=1), (dtype, dtype), (kind, kind), "triton", BRAIN)

@@ -1,10 +1,10 @@
 """fp8 operands in the Hopper forward: where their blocks and scales are, and the offset of P.
 
 Q, K and V are the results of the quantising pass (`common/fp8_quantise.py`). S is the product of the stored values,
-times the scale of the queries and that of the block of keys. P is at most 1.75, and l_i is 1.75 times the sum of softmax
-weights; stored in fp8, P is 1 / P_UNIT times as large, at most 448, the largest fp8 value (see `pack_fp8`). The sum O
-of stored values is in units of the scale of the last block of V times P_UNIT, so that a new block changes the factor of
-O alone.
+times the scale of the queries and that of the block of keys. P is at most 1.75, and l_i is 1.75 times the sum of
+softmax weights; stored in fp8, P is 1 / P_UNIT times as large, at most 448, the largest fp8 value (see `pack_fp8`). The
+sum O of stored values is in units of the scale of the last block of V times P_UNIT, so that a new block changes the
+factor of O alone.
 """
 
 import triton

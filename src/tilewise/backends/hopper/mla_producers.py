@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from ..common.device.tile_range import clamp
-from ..common.kv.decode import pages_of, visible_keys
+from ..common.kv.cache_tiles import pages_of
+from ..common.kv.decode import visible_keys
 from ..common.kv.schedule import load_item, load_split, split_record
 from .gluon_compat import (
     arrive,

@@ -24,11 +24,11 @@ class Scale(NamedTuple):
 class Stored(NamedTuple):
     """What the decode kernel is compiled for in K, or in V.
 
-    FORMAT: None for floats that attention computes in; INTEGER: its numbers are integers. PARTS of a word. OPERAND and PRECISION: of the product. SCALE:
-    None, "head" (the same for all keys of a sequence and head) or "token". GROUPS of dims that have a scale of their
-    own, 1 or 2. FACTOR: K's products are multiplied by a factor of each row. PAIRS: two words at a time are unpacked,
-    in PTX. BIASED: K's integers are multiplied together with `part_bias`, which is subtracted from the sums: float32
-    sums are exact enough for operands in float16.
+    FORMAT: None for floats that attention computes in; INTEGER: its numbers are integers. PARTS of a word. OPERAND and
+    PRECISION: of the product. SCALE: None, "head" (the same for all keys of a sequence and head) or "token". GROUPS of
+    dims that have a scale of their own, 1 or 2. FACTOR: K's products are multiplied by a factor of each row. PAIRS: two
+    words at a time are unpacked, in PTX. BIASED: K's integers are multiplied together with `part_bias`, which is
+    subtracted from the sums: float32 sums are exact enough for operands in float16.
     """
 
     FORMAT: str | None
@@ -226,7 +226,7 @@ def row_bias(parts, STORED: tl.constexpr):
     if STORED.BIASED:
         PARTS: tl.constexpr = STORED.PARTS
         GROUPS: tl.constexpr = STORED.GROUPS
-        for g in tl.static_range(GROUPS):
+        for _ in tl.static_range(GROUPS):
             found += (tl.full([parts[0].shape[0]], 0.0, tl.float32),)
         for c in tl.static_range(PARTS):
             more = tl.sum(parts[c].to(tl.float32), 1) * part_bias(c, STORED)

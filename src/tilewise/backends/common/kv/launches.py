@@ -30,8 +30,9 @@ from .append import (
     RotaryTables,
     append_kernel,
 )
+from .cache_tiles import KvCacheView
 from .combine import Buffers, CombineConfig, combine_kernel
-from .decode import DecodeConfig, KvCacheView, decode_kernel
+from .decode import DecodeConfig, decode_kernel
 from .partition import ITEM, KvTile, Partition
 from .schedule import ScheduleConfig, Sequences, schedule_kernel
 
@@ -86,9 +87,7 @@ def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu, keys: bool) -> f
         pairs = False
     biased = keys and pairs and found.is_integer and operand == torch.float16
     factor = narrows or kind == "head"
-    return formats.Stored(
-        found.name, found.is_integer, parts, name, accuracy, kind, groups, factor, pairs, biased
-    )
+    return formats.Stored(found.name, found.is_integer, parts, name, accuracy, kind, groups, factor, pairs, biased)
 
 
 def scale_of(scale: Scale) -> formats.Scale:
@@ -215,7 +214,8 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
     scoring, scale, _ = folded(dense, target.gpu, derivative=False)
     terms = device_terms(dense, target.gpu)
     stored_k, stored_v = (
-        stored_of(x, q, scale, target.gpu, keys) for x, scale, keys in ((k, request.k_scale, True), (v, request.v_scale, False))
+        stored_of(x, q, scale, target.gpu, keys)
+        for x, scale, keys in ((k, request.k_scale, True), (v, request.v_scale, False))
     )
     k_words, v_words, dim_v = words_of(k), words_of(v), head_dim(v)
     block_r = triton.next_power_of_2(partition.rows)

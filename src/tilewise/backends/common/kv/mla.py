@@ -19,6 +19,7 @@ from ..device.score import scores
 from ..device.softmax import log2_scale, row_logsumexp, softmax_step
 from ..device.structs import Pairs, ScoreParams, Work
 from ..pdl import gdc_launch_dependents, gdc_wait
+from .cache_tiles import KeyRange, key_offsets, load_keys, load_pages, pages_of
 from .combine import (
     Partial,
     SplitSizes,
@@ -33,7 +34,7 @@ from .combine import (
     store_rows,
     tile_rows,
 )
-from .decode import KeyRange, key_offsets, load_keys, load_pages, pages_of, visible_keys
+from .decode import visible_keys
 from .formats import power_of_two, unpack_words
 from .schedule import RUNTIME_SIZES, load_item, load_split, split_record
 from .visibility import TreeMask, mask_pairs, pairs_seen, seen_by_all
