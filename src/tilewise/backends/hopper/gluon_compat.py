@@ -127,8 +127,7 @@ def downcast(x, DTYPE: gl.constexpr):
 @gluon.jit
 def pack_fp8(a, b, c, d):
     """256 times four float32 tensors, of 0 to 1.75, rounded to float8_e4m3fn, as the bytes of int32 words. The bits of
-    a float16, rounded to the upper nine, are those of 256 times its value in float8: by integer instructions, because
-    the conversion to float8 takes turns with the exponentials."""
+    a float16, rounded to the upper nine, are those of 256 times its value in float8."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 t, u; cvt.rn.f16x2.f32 t, $2, $1; cvt.rn.f16x2.f32 u, $4, $3;"
         " mad.lo.u32 t, t, 2, 0x00800080; mad.lo.u32 u, u, 2, 0x00800080; prmt.b32 $0, t, u, 0x7531; }",
