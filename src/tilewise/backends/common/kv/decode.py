@@ -139,8 +139,9 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
     cache = keys.cache
     full_lo, full_hi = seen_by_all(keys.start, w, params, CONFIG)
     scale_log2 = log2_scale(params.scale, CONFIG.FOLD)
-    # a factor of the rows that may be negative, or must be known before a score mod, is applied to the scores
-    BY_ROW: tl.constexpr = STORED_K.FACTOR and STORED_K.SCALE != "head" and CONFIG.FOLD and not CONFIG.LARGE_SCORES
+    # a factor of the rows that is positive need not be applied to scores that nothing comes between and the softmax
+    ALONE: tl.constexpr = params.SCORE_MOD is None and params.terms.bias.ptr is None and not CONFIG.LARGE_SCORES
+    BY_ROW: tl.constexpr = STORED_K.FACTOR and STORED_K.SCALE != "head" and CONFIG.FOLD and ALONE
     if BY_ROW:
         scale_log2 *= queries.factor
     m = tl.full([CONFIG.BLOCK_M], 0.0 if CONFIG.BOUNDED else float("-inf"), tl.float32)
