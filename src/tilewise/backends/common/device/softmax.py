@@ -57,22 +57,20 @@ def row_sums(p, l):
 
 
 @triton.jit
-def softmax_step(m, l, s, qk_scale, large_scores, BOUNDED: tl.constexpr, BY_ROW: tl.constexpr = False):
-    """(p, alpha, m, l) after a tile of scores. A row without visible keys keeps m = -inf and l = 0. BY_ROW: each row
-    has a qk_scale of its own.
+def softmax_step(m, l, s, qk_scale, large_scores, BOUNDED: tl.constexpr):
+    """(p, alpha, m, l) after a tile of scores. A row without visible keys keeps m = -inf and l = 0.
 
     alpha is computed from m as it was subtracted: with s * qk_scale once more, the compiler would fuse the product with
     the difference, and alpha would not be exactly 1 where the maximum stays, an error that grows with every tile.
 
     BOUNDED: p fits into a float without a maximum, so m stays 0 and nothing is rescaled (see `rounding_correction`).
     """
-    scales = qk_scale[:, None] if BY_ROW else qk_scale
     if BOUNDED:
-        p = tl.exp2(s * scales)
+        p = tl.exp2(s * qk_scale)
         return p, tl.full([s.shape[0]], 1.0, tl.float32), m, l + row_sums(p, l)
     m_new = tl.maximum(m, row_maximum(tl.max(s, 1), qk_scale, large_scores))
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(exponent(s, pivot[:, None], scales, large_scores))
+    p = tl.exp2(exponent(s, pivot[:, None], qk_scale, large_scores))
     alpha = tl.exp2(rescale_exponent(m, pivot, qk_scale, large_scores))
     return p, alpha, m_new, l * (alpha if len(l.shape) == 1 else alpha[:, None]) + row_sums(p, l)
 

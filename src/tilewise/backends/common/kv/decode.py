@@ -139,11 +139,6 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
     cache = keys.cache
     full_lo, full_hi = seen_by_all(keys.start, w, params, CONFIG)
     scale_log2 = log2_scale(params.scale, CONFIG.FOLD)
-    # a factor of the rows that is positive need not be applied to scores that nothing comes between and the softmax
-    ALONE: tl.constexpr = params.SCORE_MOD is None and params.terms.bias.ptr is None and not CONFIG.LARGE_SCORES
-    BY_ROW: tl.constexpr = STORED_K.FACTOR and STORED_K.SCALE != "head" and CONFIG.FOLD and ALONE
-    if BY_ROW:
-        scale_log2 *= queries.factor
     m = tl.full([CONFIG.BLOCK_M], 0.0 if CONFIG.BOUNDED else float("-inf"), tl.float32)
     l = tl.full([CONFIG.BLOCK_M, N] if TURNED else [CONFIG.BLOCK_M], 0.0, tl.float32)
     rounded = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
@@ -173,15 +168,13 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
             scale_base, scale_rows = key_offsets(cache.k_scale.x, page, w.h, at, PAGE_SIZE, N)
             k_scales = token_scales(cache.k_scale, scale_base, scale_rows, inside, STORED_K)
         product = key_product(queries, k_tile, k_scales, N, STORED_K)
-        if STORED_K.FACTOR and not BY_ROW:
-            product *= queries.factor[:, None]
         pairs = Pairs(w, h, i, j)
         s = scores(product, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD)
         edge = REPAIR or (at < full_lo) or (at + N > full_hi)
         s = mask_pairs(s, pairs, keys.start, tree, at, edge, params, CONFIG)
         if CONFIG.MAX_LOGIT:
             top = tl.maximum(top, tl.max(s, 1))
-        p, alpha, m, l = softmax_step(m, l, s, scale_log2, params.terms.large_scores, CONFIG.BOUNDED, BY_ROW)
+        p, alpha, m, l = softmax_step(m, l, s, scale_log2, params.terms.large_scores, CONFIG.BOUNDED)
         WORDS_V: tl.constexpr = CONFIG.BLOCK_DV // STORED_V.PARTS
         if not CONFIG.SAME_STRIDES:
             base, offsets = key_offsets(cache.v, page, w.h, at, PAGE_SIZE, N)
@@ -212,8 +205,6 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
         out *= unit
     if CONFIG.FOLD:
         top *= params.scale
-    if BY_ROW:
-        top *= queries.factor
     return out, m, l, top
 
 

@@ -271,7 +271,7 @@ def times_keys(q, k, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def key_product(queries, words, scales, N: tl.constexpr, STORED: tl.constexpr):
-    """q.k of a tile of N keys, with the scales of its tokens. The factors of its rows are the caller's."""
+    """q.k of a tile of N keys, with the scales of its tokens and the factors of its rows."""
     PRECISION: tl.constexpr = STORED.PRECISION
     PARTS: tl.constexpr = STORED.PARTS
     M: tl.constexpr = queries.parts[0].shape[0]
@@ -291,6 +291,8 @@ def key_product(queries, words, scales, N: tl.constexpr, STORED: tl.constexpr):
         product = product * scales[0][None, :] + upper * scales[1][None, :]
     elif STORED.SCALE == "token":
         product *= scales[0][None, :]
+    if STORED.FACTOR:
+        product *= queries.factor[:, None]
     return product
 
 
