@@ -114,7 +114,7 @@ def masked_scores(s, factor, tile, block, params, CONFIG: gl.constexpr):
 @gluon.jit
 def mask_scores(s, tile, block, params):
     """s, with -inf where a pair is masked."""
-    if block.words is not None:
+    if params.terms.mask_words is not None:
         if block.has_mask_mod:
             s = keep_bits(s, block.words, block.shift)
         else:

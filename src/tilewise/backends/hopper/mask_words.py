@@ -31,8 +31,8 @@ MIN_SHARING = 4  # (batch, head) rows that share a list, below which the forward
 
 
 class KeyBlock(NamedTuple):
-    """A block of keys of a consumer: its first key, whether the mask mod may hide pairs, and if so their bits, of which
-    the first `shift` of a word are of the keys before (or None: the mod is evaluated)."""
+    """A block of keys of a consumer: its first key, and whether the mask mod may hide pairs. If so, with mask words:
+    these, and how many bits of a word belong to keys before the block."""
 
     start: tl.tensor
     has_mask_mod: tl.tensor
@@ -91,7 +91,7 @@ def key_block(n, w, first, terms, BLOCK: gl.constexpr, WIDTH: gl.constexpr, layo
     """Block n of the keys, for the queries from `first` on. Their scores have this layout, WIDTH keys at a time."""
     start, has_mask_mod = first_key(n, w, terms.blocks, BLOCK)
     if terms.mask_words is None:
-        return KeyBlock(start, has_mask_mod, None, None)
+        return KeyBlock(start, has_mask_mod, 0, 0)
     else:
         own = terms.blocks.own
         has_mask_mod = has_mask_mod & (n >= 0)
@@ -104,10 +104,7 @@ def key_block(n, w, first, terms, BLOCK: gl.constexpr, WIDTH: gl.constexpr, layo
 @gluon.jit
 def part_of(block, start):
     """The same block from key `start` on, a multiple of 16 after its first key."""
-    if block.words is None:
-        return KeyBlock(start, block.has_mask_mod, None, None)
-    else:
-        return KeyBlock(start, block.has_mask_mod, block.words, block.shift + ((start - block.start) >> 2))
+    return KeyBlock(start, block.has_mask_mod, block.words, block.shift + ((start - block.start) >> 2))
 
 
 def uses_words(request: Request) -> bool:
