@@ -134,8 +134,8 @@ def mask_band(s, tile, start, params):
     """s, with -inf for keys from `start` on that do not exist or are outside of the band."""
     BLOCK_N: gl.constexpr = s.shape[1]
     w, first, span = tile
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
         diagonal = opaque(row) + (first + w.n_k - w.n_q - start)
         end = opaque(diagonal * 0 + (w.n_k - start))  # in the layout of `diagonal`, see docs/gotchas.md
         if params.after is not None:
