@@ -117,7 +117,8 @@ def _keep_column_range(s: Value, lo: Value | None, hi: Value) -> Value:
 
 
 def _load_row_words(p: Pointer, pred: Any, _n: int, _layout: Any) -> Value:
-    return load(p + Value(torch.arange(256).view(64, 4)), pred)
+    found: Value = load(p + Value(torch.arange(256).view(64, 4)), pred)
+    return found
 
 
 def _keep_bits(s: Value, words: Value, shift: int) -> Value:

@@ -201,8 +201,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     skip_blocks(shared, n, start, WG, CONFIG)
 
     tile = (w, first, span)
-    block = key_block(start - n + lo, w, first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
-    key = block.start
+    key, block = key_block(start - n + lo, w, first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
     q_factor = query_factor(w, first, params, CONFIG)
     k_factor, v_factor = key_scales(w, key, params, CONFIG)
     next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)
@@ -241,8 +240,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         wait_full(shared.v, use - 1, STAGES)
         acc_pending = issue_pv(p, shared.v, use - 1, acc, WG, CONFIG)
         ping_pong_arrive(WG, CONFIG)
-        block = key_block(use - n + lo, w, first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
-        key = block.start
+        key, block = key_block(use - n + lo, w, first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
         if CONFIG.FP8:
             next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)  # a block ahead: loads take as long
         s = warpgroup_mma_wait(2 * len(CONFIG.HEAD_PARTS), deps=(s_pending,))

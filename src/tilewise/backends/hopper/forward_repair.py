@@ -91,8 +91,8 @@ def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr
         acc = gl.zeros([ROWS, REPAIR_COLUMNS], gl.float32, acc_layout(REPAIR_COLUMNS))
         total = sink
         for n in range(lo, hi):
-            block = key_block(n, w, first, terms, CONFIG.BLOCK_N, REPAIR_KEYS, layout)
-            for j in range(block.start, block.start + CONFIG.BLOCK_N, REPAIR_KEYS):
+            start, block = key_block(n, w, first, terms, CONFIG.BLOCK_N, REPAIR_KEYS, layout)
+            for j in range(start, start + CONFIG.BLOCK_N, REPAIR_KEYS):
                 p = visible_p((w, first, span), part_of(block, opaque(j)), lse2, inputs, params, CONFIG)
                 total += gl.sum(gl.maximum(p, 0.0), 1)
                 p = gl.where(p > 0.0, kept_weights(p, words, opaque(j), terms), p)

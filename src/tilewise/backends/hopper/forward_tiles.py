@@ -115,7 +115,7 @@ def masked_scores(s, factor, tile, block, params, CONFIG: gl.constexpr):
 def mask_scores(s, tile, block, params):
     """s, with -inf where a pair is masked."""
     if params.terms.mask_words is not None:
-        if block.has_mask_mod:
+        if block.has_mask_mod:  # noqa: SIM108 - a branch, not a select
             s = keep_bits(s, block.words, block.shift)
         else:
             s = mask_band(s, tile, block.start, params)

@@ -54,9 +54,7 @@ def list_row(entry, offsets, rows):
 
 
 @triton.jit(**ANY_SIZE)
-def mask_words_kernel(
-    words, cu_q, cu_k, n_q, n_k, before, after, rows, heads, terms, MASK_MOD: tl.constexpr
-):
+def mask_words_kernel(words, cu_q, cu_k, n_q, n_k, before, after, rows, heads, terms, MASK_MOD: tl.constexpr):
     """The words of TILE queries by TILE keys of a listed tile, if it is partial. `rows` of tiles have lists; a list is
     of one of `heads` heads."""
     blocks = terms.blocks
@@ -88,17 +86,18 @@ def mask_words_kernel(
 
 @gluon.jit
 def key_block(n, w, first, terms, BLOCK: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Block n of the keys, for the queries from `first` on. Their scores have this layout, WIDTH keys at a time."""
+    """The first key of block n, and the block, for the queries from `first` on. Their scores have this layout, WIDTH
+    keys at a time."""
     start, has_mask_mod = first_key(n, w, terms.blocks, BLOCK)
     if terms.mask_words is None:
-        return KeyBlock(start, has_mask_mod, 0, 0)
+        return start, KeyBlock(start, has_mask_mod, 0, 0)
     else:
         own = terms.blocks.own
         has_mask_mod = has_mask_mod & (n >= 0)
         at = n * BLOCK
         row = ((at >> 7) << own) + (first & ((1 << own) - 1))
         words = load_row_words(terms.mask_words + row * WORDS, has_mask_mod, WIDTH, layout)
-        return KeyBlock(start, has_mask_mod, words, (at & (TILE - 1)) >> 2)
+        return start, KeyBlock(start, has_mask_mod, words, (at & (TILE - 1)) >> 2)
 
 
 @gluon.jit
@@ -135,7 +134,14 @@ def words_launches(request: Request, words: Tensor | None) -> list[Launch]:
     terms = Terms(mask=terms.mask, blocks=terms.blocks)
     sizes = request.blocks[0].shape[0] - 1, request.spec.mask_block[3]
     args: tuple[Any, ...] = words, *sequences_and_window(request), *sizes, terms
-    return [Launch(mask_words_kernel, _size(request) // (TILE.value * WORDS.value), args, OPTIONS | {"MASK_MOD": mask_mod(request)})]
+    return [
+        Launch(
+            mask_words_kernel,
+            _size(request) // (TILE.value * WORDS.value),
+            args,
+            OPTIONS | {"MASK_MOD": mask_mod(request)},
+        )
+    ]
 
 
 OPTIONS = {"num_warps": 8}
