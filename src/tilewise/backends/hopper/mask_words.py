@@ -6,7 +6,7 @@ part of the bits. In the forward a block then costs two loads, issued before its
 each score, whatever the mask mod computes.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -112,7 +112,8 @@ def uses_words(request: Request) -> bool:
         return False
     _, _, lists_batch, lists_heads = request.spec.mask_block
     batch = request.q.shape[0] if request.cu_q is None else lists_batch
-    return batch * request.q.shape[-2] >= MIN_SHARING * lists_batch * lists_heads and _size(request) <= MAX_WORDS
+    shared = batch * request.q.shape[-2] >= MIN_SHARING * lists_batch * lists_heads
+    return shared and 0 < _size(request) <= MAX_WORDS
 
 
 def _size(request: Request) -> int:
@@ -123,7 +124,7 @@ def _size(request: Request) -> int:
 
 def new_words(request: Request, memory: Memory) -> Tensor | None:
     """Memory for the words, or None if the forward evaluates the mod."""
-    return memory.empty((max(_size(request), 1),), torch.int32) if uses_words(request) else None
+    return memory.empty((_size(request),), torch.int32) if uses_words(request) else None
 
 
 def words_launches(request: Request, words: Tensor | None) -> list[Launch]:
@@ -132,16 +133,7 @@ def words_launches(request: Request, words: Tensor | None) -> list[Launch]:
         return []
     terms = device_terms(request, GPU, (TILE.value, TILE.value))
     terms = Terms(mask=terms.mask, blocks=terms.blocks)
-    sizes = request.blocks[0].shape[0] - 1, request.spec.mask_block[3]
-    args: tuple[Any, ...] = words, *sequences_and_window(request), *sizes, terms
-    return [
-        Launch(
-            mask_words_kernel,
-            _size(request) // (TILE.value * WORDS.value),
-            args,
-            OPTIONS | {"MASK_MOD": mask_mod(request)},
-        )
-    ]
-
-
-OPTIONS = {"num_warps": 8}
+    rows, heads = request.blocks[0].shape[0] - 1, request.spec.mask_block[3]
+    programs = words.numel() // (TILE.value * WORDS.value)
+    args = words, *sequences_and_window(request), rows, heads, terms
+    return [Launch(mask_words_kernel, programs, args, {"MASK_MOD": mask_mod(request), "num_warps": 8})]
