@@ -223,9 +223,10 @@ def test_columns_are_cut_into_powers_of_two(d, expected):
     assert tiles.widths(d) == expected
 
 
-def test_short_causal_calls_have_their_own_row():
-    assert tiles.forward_tile(64, 64, banded=True, keys=512).warpgroups == 2
-    assert tiles.forward_tile(64, 64, banded=False, keys=512).warpgroups == 3
+def test_short_calls_have_their_own_rows():
+    assert tiles.forward_tile(64, 64, banded=True, keys=1024).warpgroups == 2
+    assert tiles.forward_tile(64, 64, banded=False, keys=512).warpgroups == 2
+    assert tiles.forward_tile(64, 64, banded=False, keys=1024).warpgroups == 3
     assert tiles.forward_tile(64, 64, banded=False, keys=512, plain=False).warpgroups == 2
 
 
