@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.backends.common.compiler import compile_options, compute_cache_keys
 from tilewise.backends.common.launch import OFFLINE_PROCESSORS, DeviceMemory, target_of
 from tilewise.backends.common.shapes import new_results
 from tilewise.backends.hopper.launches import forward_launches, new_state
@@ -110,9 +111,12 @@ def runner(request: Request, changed: dict[str, Any]) -> tuple[Callable[[], None
     out.fill_(torch.nan)
     launches = forward_launches(request, out, lse, new_state(memory), target_of(device).num_sms, **changed)
 
+    for launch in launches:
+        compute_cache_keys(launch)  # to find what `compile_candidate` compiled
+
     def run() -> None:
         for launch in launches:
-            launch()
+            launch._replace(options=compile_options(launch))()
 
     return run, out
 

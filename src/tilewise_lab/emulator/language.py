@@ -116,6 +116,17 @@ def _keep_column_range(s: Value, lo: Value | None, hi: Value) -> Value:
     return s if lo is None else _keep_columns(s, "ge", lo)
 
 
+def _load_row_words(p: Pointer, pred: Any, _n: int, _layout: Any) -> Value:
+    found: Value = load(p + Value(torch.arange(256).view(64, 4)), pred)
+    return found
+
+
+def _keep_bits(s: Value, words: Value, shift: int) -> Value:
+    c = torch.arange(s.shape[1])
+    bits = words.data[:, (c & 6) >> 1] >> (c // 8 * 2 + (c & 1) + int(shift))
+    return Value(s.data.masked_fill(bits & 1 == 0, -torch.inf))
+
+
 def _mix(x: Any) -> Any:
     return (
         Value(dropout.mix(x.data & dropout.LOW))
@@ -299,5 +310,7 @@ NAMES: dict[str, Any] = {
     "column_indices": lambda first, s: Value(torch.arange(s.shape[1], dtype=torch.int32) + int(first)),
     "keep_columns": _keep_columns,
     "keep_column_range": _keep_column_range,
+    "load_row_words": _load_row_words,
+    "keep_bits": _keep_bits,
     "range": _range,
 }

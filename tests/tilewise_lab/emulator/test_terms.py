@@ -52,14 +52,18 @@ ONE = {
 
 def forward(request: Request) -> Any:
     from tilewise.backends.hopper.launches import forward_launches, new_state
+    from tilewise.backends.hopper.mask_words import new_words, words_launches
 
     q, k, v, *_ = request
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=request.result_dtype)
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.nan)
     if k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    job = forward_launches(request, out, lse, new_state(MEMORY), 2)[0]
-    launch(job.kernel, job.programs, job.args, job.options)
+    words = new_words(request, MEMORY)
+    for job in words_launches(request, words):
+        job()
+    (job,) = forward_launches(request, out, lse, new_state(MEMORY)._replace(mask_words=words), 2)
+    launch(*job)
     return out, lse
 
 
@@ -97,6 +101,22 @@ ORDERED = {
 @pytest.mark.parametrize("name", ONE)
 def test_within_budget(name, monkeypatch):
     judge(ONE[name], monkeypatch)
+
+
+BITS = {
+    "document": {"mask": "document", "blocks": 128, "band": (False, True)},
+    "large tiles": {"mask": "prefix_lm", "blocks": 256, "d": 128, "dv": 128, "band": (True, True)},
+    "packed": {"mask": "prefix_lm", "blocks": 128, "packed": True, "band": (True, True), "sinks": True},
+    "256": {"mask": "document", "blocks": 128, "d": 256, "dv": 256, "band": (False, True)},
+    "mod and dropout": {"mask": "dilated_window", "blocks": 128, "mod": "gated", "dropout": True},
+}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_partial_tiles_as_bits(name, monkeypatch):
+    """However few heads share a list."""
+    monkeypatch.setattr("tilewise.backends.hopper.mask_words.MIN_SHARING", 0)
+    judge(BITS[name], monkeypatch, longest=400)
 
 
 @pytest.mark.parametrize("name", ORDERED)

@@ -55,6 +55,7 @@ from .gluon_compat import (
     tma,
     warpgroup_mma_wait,
 )
+from .mask_words import key_block
 from .pipeline import (
     ANY_VALUE,
     KvCache,
@@ -200,7 +201,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     skip_blocks(shared, n, start, WG, CONFIG)
 
     tile = (w, first, span)
-    key, has_mask_mod = first_key(start - n + lo, w, terms.blocks, BLOCK_N)
+    key, block = key_block(start - n + lo, w, first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
     q_factor = query_factor(w, first, params, CONFIG)
     k_factor, v_factor = key_scales(w, key, params, CONFIG)
     next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)
@@ -212,7 +213,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     q = q_operands(shared.q, SLOT, CONFIG)
     s = warpgroup_mma_wait(0, deps=(issue_qk(q, shared.k, start, CONFIG),))
     release(shared.k, start, STAGES)
-    s = masked_scores(s, factor, tile, key, has_mask_mod, params, CONFIG)
+    s = masked_scores(s, factor, tile, block, params, CONFIG)
     m_i = row_maximum(row_max(s), scale_log2, terms.large_scores)
     left, right = split_columns(s)
     p_left, l_left = weights(left, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, words, key, terms)
@@ -225,7 +226,6 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     rescaling = gl.where(m_i == m_i, 1.0, 0.0) if CONFIG.FP8 else 1.0  # of acc, before a product is added to it
     wait_full(shared.k, start + 1, STAGES, start + 1 < stop)
     for use in range(start + 1, stop):
-        key, has_mask_mod = first_key(use - n + lo, w, terms.blocks, BLOCK_N)
         if CONFIG.FP8:
             factor = q_factor * next_factors[0]
             v_factor_old = v_factor
@@ -240,11 +240,12 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         wait_full(shared.v, use - 1, STAGES)
         acc_pending = issue_pv(p, shared.v, use - 1, acc, WG, CONFIG)
         ping_pong_arrive(WG, CONFIG)
+        key, block = key_block(use - n + lo, w, first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
         if CONFIG.FP8:
             next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)  # a block ahead: loads take as long
         s = warpgroup_mma_wait(2 * len(CONFIG.HEAD_PARTS), deps=(s_pending,))
         release(shared.k, use, STAGES)
-        s = masked_scores(s, factor, tile, key, has_mask_mod, params, CONFIG)
+        s = masked_scores(s, factor, tile, block, params, CONFIG)
         m_old = m_i
         m_i = gl.maximum(m_i, row_maximum(row_max(s), scale_log2, terms.large_scores))
         pivot = finite_max(m_i)

@@ -17,7 +17,8 @@ from ..common.device.tile_io import row_pointers
 from .dropout import kept_weights, query_words
 from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
 from .gluon_compat import barrier, column_indices, gl, gluon, opaque, opaque64, tma_stores_done
-from .pipeline import Tokens, first_key, key_blocks, read_tile_info, store_global, tensor_of
+from .mask_words import key_block, part_of
+from .pipeline import Tokens, key_blocks, read_tile_info, store_global, tensor_of
 
 # keys and columns of V at a time: few registers
 REPAIR_KEYS: gl.constexpr = gl.constexpr(16)
@@ -90,9 +91,9 @@ def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr
         acc = gl.zeros([ROWS, REPAIR_COLUMNS], gl.float32, acc_layout(REPAIR_COLUMNS))
         total = sink
         for n in range(lo, hi):
-            start, has_mask_mod = first_key(n, w, terms.blocks, CONFIG.BLOCK_N)
+            start, block = key_block(n, w, first, terms, CONFIG.BLOCK_N, REPAIR_KEYS, layout)
             for j in range(start, start + CONFIG.BLOCK_N, REPAIR_KEYS):
-                p = visible_p((w, first, span), opaque(j), has_mask_mod, lse2, inputs, params, CONFIG)
+                p = visible_p((w, first, span), part_of(block, opaque(j)), lse2, inputs, params, CONFIG)
                 total += gl.sum(gl.maximum(p, 0.0), 1)
                 p = gl.where(p > 0.0, kept_weights(p, words, opaque(j), terms), p)
                 for key in range(j, j + REPAIR_KEYS):
@@ -116,15 +117,15 @@ def load_lse2(w, first, lse, params, layout: gl.constexpr):
 
 
 @gluon.jit
-def visible_p(tile, start, has_mask_mod, lse2, inputs, params, CONFIG: gl.constexpr):
-    """p of the REPAIR_KEYS keys from `start` on; -1 for hidden pairs. Where p is nan it is inf: maxima, which drop a
+def visible_p(tile, block, lse2, inputs, params, CONFIG: gl.constexpr):
+    """p of the REPAIR_KEYS keys of `block`; -1 for hidden pairs. Where p is nan it is inf: maxima, which drop a
     nan, keep it, and the quotient of O is nan."""
     w, first, _span = tile
     q, k, _v = inputs
     layout: gl.constexpr = acc_layout(REPAIR_KEYS)
     i = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     s = gl.zeros([ROWS, REPAIR_KEYS], gl.float32, layout)
-    j = column_indices(start, s)
+    j = column_indices(block.start, s)
     q_rows = global_rows(q, w.b, w.h, w.q0, i)
     k_rows = global_rows(k, w.b, w.h // CONFIG.GROUP, w.k0, j)
     for d in range(k.columns):
@@ -132,7 +133,7 @@ def visible_p(tile, start, has_mask_mod, lse2, inputs, params, CONFIG: gl.conste
         k_column = gl.load(k_rows + d, mask=j < w.n_k, other=0.0).to(gl.float32)
         s += q_column[:, None] * k_column[None, :]
     pairs = Pairs(w, w.h, i[:, None], j[None, :])
-    visible = mask_scores(gl.zeros([ROWS, REPAIR_KEYS], gl.float32, layout), tile, start, has_mask_mod, params) == 0.0
+    visible = mask_scores(gl.zeros([ROWS, REPAIR_KEYS], gl.float32, layout), tile, block, params) == 0.0
     s = scores(s, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
     p = gl.exp2(exponent(s, lse2[:, None], log2_scale(params.scale, CONFIG.FOLD_SCALE), params.terms.large_scores))
     p = gl.where(p == p, p, float("inf"))

@@ -19,6 +19,7 @@ from .gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
+    keep_bits,
     keep_column_range,
     opaque,
     pack_fp8,
@@ -100,26 +101,40 @@ def q_operand(tiles, wg, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def masked_scores(s, factor, tile, start, has_mask_mod, params, CONFIG: gl.constexpr):
-    """The scores of the queries of `tile` (work, first query, span of keys) and the keys from `start` on, with all
-    terms; -inf where a pair is masked. `factor` of q.k: the scales of fp8 operands."""
+def masked_scores(s, factor, tile, block, params, CONFIG: gl.constexpr):
+    """The scores of the queries of `tile` (work, first query, span of keys) and the keys of `block`, with all terms;
+    -inf where a pair is masked. `factor` of q.k: the scales of fp8 operands."""
     w, first, _span = tile
     i = (first + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)))[:, None]
-    j = (start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[None, :]
+    j = (block.start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[None, :]
     s = scores(s, Pairs(w, w.h, i, j), params.scale * factor, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
-    return mask_scores(s, tile, start, has_mask_mod, params)
+    return mask_scores(s, tile, block, params)
 
 
 @gluon.jit
-def mask_scores(s, tile, start, has_mask_mod, params):
+def mask_scores(s, tile, block, params):
     """s, with -inf where a pair is masked."""
+    if params.terms.mask_words is not None:
+        if block.has_mask_mod:  # noqa: SIM108 - a branch, not a select
+            s = keep_bits(s, block.words, block.shift)
+        else:
+            s = mask_band(s, tile, block.start, params)
+    else:
+        if params.MASK_MOD is not None:
+            w, first, _span = tile
+            i = (first + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)))[:, None]
+            j = (block.start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[None, :]
+            s = apply_mask_mod(s, block.has_mask_mod, i, j, w, w.h, params)
+        s = mask_band(s, tile, block.start, params)
+    return s
+
+
+@gluon.jit
+def mask_band(s, tile, start, params):
+    """s, with -inf for keys from `start` on that do not exist or are outside of the band."""
     BLOCK_N: gl.constexpr = s.shape[1]
     w, first, span = tile
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
-    i = (first + row)[:, None]
-    j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
-    if params.MASK_MOD is not None:
-        s = apply_mask_mod(s, has_mask_mod, i, j, w, w.h, params)
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
         diagonal = opaque(row) + (first + w.n_k - w.n_q - start)
         end = opaque(diagonal * 0 + (w.n_k - start))  # in the layout of `diagonal`, see docs/gotchas.md

@@ -178,6 +178,30 @@ def keep_column_range(s, lo, hi):
 
 
 @gluon.jit
+def load_row_words(p, pred, N: gl.constexpr, layout: gl.constexpr):
+    """Word l of the four at p + 4 r as [64, 4], in the lanes that hold row r of a [64, N] accumulator: lane l of a row
+    holds the columns whose bits 1 and 2 are l."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    c = gl.arange(0, N, gl.SliceLayout(0, layout))
+    offsets = row[:, None] * 4 + ((c & 6) >> 1)[None, :]
+    offsets = gl.max(gl.max(offsets.reshape([64, N // 8, 4, 2]), 3), 1)  # all that are compared are equal
+    return gl.load(p + offsets, mask=pred)
+
+
+@gluon.jit
+def keep_bits(s, words, shift):
+    """s where the bit of its column in `words` (`load_row_words`), after a shift to the right, is set, else -inf."""
+    N: gl.constexpr = s.shape[1]
+    lanes = gl.expand_dims(gl.expand_dims(words >> shift, 1), 3)
+    layout: gl.constexpr = s.type.layout
+    whole = gl.zeros([64, N], gl.int32, layout).reshape([64, N // 8, 4, 2])
+    bits = gl.convert_layout((whole + lanes).reshape([64, N]), layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        select_by_bits(N // 2), registers(N // 2, N), [s, bits], dtype=gl.float32, is_pure=True, pack=N // 2
+    )
+
+
+@gluon.jit
 def columns_before(limit, s):
     """Bit k tells whether the k-th column that a lane holds of row r is less than limit[r]: k = 2 i + e for column
     8 i + (c & 6) + e, where c & 6 tells the lane and e is 0 or 1."""

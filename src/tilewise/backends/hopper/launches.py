@@ -19,6 +19,7 @@ from .descriptors import column_descriptors, descriptor, float32_output, output,
 from .forward import forward_kernel
 from .forward_repair import RepairPointers
 from .forward_tiles import ROWS, ForwardConfig
+from .mask_words import new_words, words_launches
 from .pipeline import CachePointers, KvCache
 from .support import GPU, is_uneven
 
@@ -27,10 +28,12 @@ NO_CACHE = KvCache(*CachePointers(), *[0] * 6)
 
 
 class State(NamedTuple):
-    """Zeros that the launches leave at zero: the tile scheduler's counter; the flags of the NaN repair."""
+    """Zeros that the launches leave at zero: the tile scheduler's counter; the flags of the NaN repair. And memory for
+    the bits of a block mask, or None."""
 
     counter: Tensor
     flags: Tensor
+    mask_words: Tensor | None = None
 
 
 class Operands(NamedTuple):
@@ -64,8 +67,8 @@ def named_launches(
     """The launches by name, in order. Names in parentheses are of small kernels. `results`: out, lse, and the largest
     score of each head or None."""
     out, lse, max_logit = results
-    state = new_state(memory)
-    found: dict[str, Launch] = {}
+    state = new_state(memory)._replace(mask_words=new_words(request, memory))
+    found = named("(forward mask)", words_launches(request, state.mask_words))
     if max_logit is not None:
         found |= named("(forward max logit)", clear_max_logit(max_logit))
     if request.spec.precision is not None:
@@ -146,8 +149,11 @@ def forward_launch(
     block_m = config.BLOCK_M
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
-    rows_in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if is_uneven(spec) else 1
+    rows_in_l2 = L2_BYTES // (keys_in_use(request, size) * (size.d + size.dv) * 2) if is_uneven(spec) else 1
     rows_in_l2 = tiles.rows_together(rows // config.GROUP, rows_in_l2)
+    terms = device_terms(request, GPU, (block_m, config.BLOCK_N))
+    if state.mask_words is not None:
+        terms = terms._replace(mask=(), mask_words=state.mask_words)
     args = (
         *operands.descriptors,
         # with float32 results only the dtype of this descriptor is used, that of P
@@ -156,12 +162,22 @@ def forward_launch(
         *(repair, max_logit),
         *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
         *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, rows_in_l2 * config.GROUP),
-        device_terms(request, GPU, (block_m, config.BLOCK_N)),
-        *(CachePointers(*cache[:4]), operands.fp8, *cache[4:]),
+        *(terms, CachePointers(*cache[:4]), operands.fp8, *cache[4:]),
     )
-    options = {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request), "CONFIG": config, "num_warps": 4}
+    mod = mask_mod(request) if state.mask_words is None else None
+    options = {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mod, "CONFIG": config, "num_warps": 4}
     options |= pdl_option(not INTERPRETED)
     return Launch(forward_kernel, min(tiles_per_row * rows, num_sms), args, options)
+
+
+def keys_in_use(request: Request, size: CallShape) -> int:
+    """The keys of a (batch, head) row that tiles computed at the same time share: all, or with a block mask twice those
+    of the mean tile, as many as in a causal call of that mean."""
+    if not request.blocks:
+        return size.n_k
+    offsets, entries, *_ = request.blocks
+    mean = entries.shape[0] * request.spec.mask_block[1] // (offsets.shape[0] - 1)
+    return max(1, min(2 * mean, size.n_k))
 
 
 def fp8_config(size: CallShape, spec: Spec, has_bias: bool) -> ForwardConfig:

@@ -32,7 +32,7 @@ def one_hidden(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
 
 
 def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
-    """A call with these terms; `names`, of softcap alibi document hidden sinks bias lists dropout."""
+    """A call with these terms; `names`, of softcap alibi document hidden sinks bias lists words dropout."""
     heads = request.q.shape[-2]
     score = bound([make(heads) for name, make in SCORE.items() if name in names])
     mask = tilewise.mods.document(ids=torch.zeros(batch, n, dtype=torch.int32)) if "document" in names else None
@@ -109,7 +109,8 @@ def main(
         launches = [launches["hopper forward"]]
     elif page is None:
         top = torch.empty(lse.shape[:-1]) if max_logit else None
-        launches = forward_launches(request, out, lse, state, 132, top)
+        words = torch.empty(1 << 16, dtype=torch.int32) if "words" in terms else None
+        launches = forward_launches(request, out, lse, state._replace(mask_words=words), 132, top)
     else:
         k, v = (torch.empty(batch if page == 0 else 1024, page or n, heads, x, dtype=q.dtype) for x in (d, dv))
         table = torch.empty(batch, n // page, dtype=torch.int32) if page else None

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise
 from tests.tilewise.mods.test_rows import product
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.hopper import support, tiles
 from tilewise.backends.registry import choose
-from tilewise.mods import alibi, block_diagonal, softcap
+from tilewise.mods import alibi, block_diagonal, prefix_lm, softcap
 from tilewise.request import Request, Spec
 
 pytest.importorskip("triton")
@@ -222,7 +223,26 @@ def test_columns_are_cut_into_powers_of_two(d, expected):
     assert tiles.widths(d) == expected
 
 
-def test_short_causal_calls_have_their_own_row():
-    assert tiles.forward_tile(64, 64, banded=True, keys=512).warpgroups == 2
-    assert tiles.forward_tile(64, 64, banded=False, keys=512).warpgroups == 3
+def test_short_calls_have_their_own_rows():
+    assert tiles.forward_tile(64, 64, banded=True, keys=1024).warpgroups == 2
+    assert tiles.forward_tile(64, 64, banded=False, keys=512).warpgroups == 2
+    assert tiles.forward_tile(64, 64, banded=False, keys=1024).warpgroups == 3
     assert tiles.forward_tile(64, 64, banded=False, keys=512, plain=False).warpgroups == 2
+
+
+def test_masks_are_bits_where_heads_share_lists() -> None:
+    """Not where every head has its own list, for parts of larger calls, nor for long lists."""
+    from tilewise.backends.hopper.mask_words import MAX_WORDS, uses_words
+
+    mod = prefix_lm(torch.tensor([100]))
+    mask = tilewise.block_mask(mod, 512, 512)
+    q = torch.empty(2, 512, 4, 64, dtype=torch.bfloat16)
+    spec = Spec(0.125, mask_mod=mod.key, mask_tensors=1, mask_block=(128, 128, 1, 1))
+    request = Request(q, q, q, spec, mask=mod.tensors, blocks=mask.lists)
+    offsets, entries, *rest = mask.lists
+    long = torch.empty(MAX_WORDS // 512 + 1, dtype=torch.int32, device="meta")
+    assert uses_words(request)
+    assert not uses_words(request._replace(spec=spec._replace(mask_block=(128, 128, 2, 4))))
+    assert not uses_words(request._replace(position_offsets=torch.zeros(2, 7, dtype=torch.int32)))
+    assert not uses_words(request._replace(blocks=(offsets, long, *rest)))
+    assert not uses_words(request._replace(blocks=(offsets, entries[:0], *rest)))

@@ -24,8 +24,11 @@ def run(v: torch.Tensor, spec: Spec, bad_key: int | None = None, **terms: Any) -
     if bad_key is not None:
         k[:, bad_key] = torch.nan
     out, lse = torch.full_like(v, torch.nan), torch.full((1, 1, v.shape[1]), torch.nan)
-    state = hopper.new_state(DeviceMemory(v.device))
-    (forward,) = hopper.forward_launches(Request(q, k, v, spec, **terms), out, lse, state, 2)
+    request, memory = Request(q, k, v, spec, **terms), DeviceMemory(v.device)
+    state = hopper.new_state(memory)._replace(mask_words=hopper.new_words(request, memory))
+    for words in hopper.words_launches(request, state.mask_words):
+        words()
+    (forward,) = hopper.forward_launches(request, out, lse, state, 2)
     emulator.launch(*forward)
     assert not state.flags.any()  # ready for the next launch
     return out, lse
@@ -77,3 +80,24 @@ def test_the_repair_knows_score_terms():
     torch.testing.assert_close(lse_again, lse, atol=1e-4, rtol=0)
     plain, _ = run(v, Spec(0.1, None, 0))
     assert (plain[0, :99] - again[0, :99]).abs().max() > 1e-2
+
+
+@pytest.mark.usefixtures("triton_runs")
+@pytest.mark.parametrize("d", [64, 256])
+def test_the_repair_reads_the_bits_of_a_block_mask(d, monkeypatch):
+    """Tiles of 256, of which a row of words has 128 keys."""
+    monkeypatch.setattr("tilewise.backends.hopper.mask_words.MIN_SHARING", 0)
+    torch.manual_seed(0)
+    v = torch.randn(1, 300, 1, d).half()
+    ids = torch.bucketize(torch.arange(300), torch.tensor([90, 170]), right=True, out_int32=True)
+    mod = document(ids=ids)
+    mask = tilewise.block_mask(mod, 300, 300, causal=True, block=(256, 256))
+    spec = Spec(0.1, None, 0, mask_mod=mod.key, mask_tensors=1, mask_block=(256, 256, 1, 1))
+    terms = {"mask": mod.tensors, "blocks": mask.lists}
+    out, lse = run(v, spec, **terms)
+    v[:, 120] = torch.nan
+    again, lse_again = run(v, spec, **terms)
+    sees = (ids == 1) & (torch.arange(300) >= 120)
+    assert again[0, sees].isnan().all()
+    torch.testing.assert_close(again[0, ~sees], out[0, ~sees], atol=2e-3, rtol=0)
+    torch.testing.assert_close(lse_again, lse, atol=1e-4, rtol=0)

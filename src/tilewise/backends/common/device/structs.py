@@ -145,6 +145,7 @@ class Terms(NamedTuple):
     `score` and `mask` are the arguments of the mods. `has_derivative`: the derivative of the score mod is not 1;
     `infinite_derivative`: it may be infinite. `large_scores`: scores may be so large that a fused multiply-add would
     round them by more than they differ (see `softmax.py`). `position_offsets`: see tilewise.request.POSITION_OFFSETS.
+    `mask_words`: the visible pairs of partial tiles as bits (Hopper's forward, `mask_words.py`).
     """
 
     bias: tl.tuple = Bias()
@@ -159,6 +160,7 @@ class Terms(NamedTuple):
     infinite_derivative: tl.constexpr = None
     large_scores: tl.constexpr = None
     position_offsets: tl.tensor = None
+    mask_words: tl.tensor = None
 
 
 class ScoreParams(NamedTuple):
