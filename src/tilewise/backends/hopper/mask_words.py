@@ -6,7 +6,7 @@ part of the bits. In the forward a block then costs two loads, issued before its
 each score, whatever the mask mod computes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,8 +17,7 @@ from ...request import Request
 from ..common.device.mask import visible
 from ..common.device.structs import ANY_SIZE, Pairs, ScoreParams, Sequences, Terms, Work
 from ..common.device.tile_range import packed_tile
-from ..common.launch import Launch, Memory, can_overlap, overlapped
-from ..common.pdl import gdc_launch_dependents, gdc_wait
+from ..common.launch import Launch, Memory
 from ..common.score_terms import device_terms, mask_mod
 from ..common.shapes import sequences_and_window
 from .gluon_compat import gl, gluon, load_row_words
@@ -27,7 +26,6 @@ from .support import GPU
 
 TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a program
 WORDS: tl.constexpr = tl.constexpr(4)  # of a row of TILE keys
-ROWS_AT_ONCE: tl.constexpr = tl.constexpr(512)
 MAX_WORDS = 1 << 24  # 64 MB; the forward evaluates the mod of longer lists itself
 MIN_SHARING = 4  # (batch, head) rows that share a list, below which the forward evaluates the mod itself
 
@@ -44,26 +42,21 @@ class KeyBlock(NamedTuple):
 
 @triton.jit
 def list_row(entry, offsets, rows):
-    """The row whose list has this entry: the number of lists that end before it. Many loads at once take less time than
-    the few of a search, each of which waits for the one before."""
+    """The row whose list has this entry."""
     row = 0
-    for first in range(0, rows, ROWS_AT_ONCE):
-        at = first + tl.arange(0, ROWS_AT_ONCE)
-        end = tl.load(offsets + 1 + at, mask=at < rows, other=entry + 1)
-        row += tl.sum((end <= entry).to(tl.int32))
+    above = rows
+    while above - row > 1:
+        mid = (row + above) // 2
+        past = tl.load(offsets + mid) > entry
+        row = tl.where(past, row, mid)
+        above = tl.where(past, mid, above)
     return row
 
 
 @triton.jit(**ANY_SIZE)
-def mask_words_kernel(
-    words, cu_q, cu_k, n_q, n_k, before, after, rows, heads, terms, MASK_MOD: tl.constexpr, OVERLAP: tl.constexpr
-):
+def mask_words_kernel(words, cu_q, cu_k, n_q, n_k, before, after, rows, heads, terms, MASK_MOD: tl.constexpr):
     """The words of TILE queries by TILE keys of a listed tile, if it is partial. `rows` of tiles have lists; a list is
-    of one of `heads` heads. OVERLAP: starts before the previous kernel has ended, waits for it, and lets the forward
-    start."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    of one of `heads` heads."""
     blocks = terms.blocks
     queries_log = blocks.own - 7
     keys_log = blocks.other - 7
@@ -140,8 +133,16 @@ def words_launches(request: Request, words: Tensor | None) -> list[Launch]:
         return []
     terms = device_terms(request, GPU, (TILE.value, TILE.value))
     terms = Terms(mask=terms.mask, blocks=terms.blocks)
-    rows, heads = request.blocks[0].shape[0] - 1, request.spec.mask_block[3]
-    programs = words.numel() // (TILE.value * WORDS.value)
-    args = words, *sequences_and_window(request), rows, heads, terms
-    options = {"MASK_MOD": mask_mod(request), "num_warps": 8} | overlapped(can_overlap(GPU))
-    return [Launch(mask_words_kernel, programs, args, options)]
+    sizes = request.blocks[0].shape[0] - 1, request.spec.mask_block[3]
+    args: tuple[Any, ...] = words, *sequences_and_window(request), *sizes, terms
+    return [
+        Launch(
+            mask_words_kernel,
+            _size(request) // (TILE.value * WORDS.value),
+            args,
+            OPTIONS | {"MASK_MOD": mask_mod(request)},
+        )
+    ]
+
+
+OPTIONS = {"num_warps": 8}
