@@ -31,10 +31,7 @@ _library.define(f"block_parts(Tensor q, Tensor k, Tensor v, {_choices}) -> (Tens
 _library.define(
     f"block_parts_backward(Tensor[] saved, Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor, Tensor)"
 )
-FUSED = (
-    "triton",
-)  # backends whose small blocks have kernels of their own; "auto" when these have been compared on a GPU
-
+FUSED = "auto", "triton"  # backends whose small blocks have kernels of their own
 
 FIRST_ORDER = "one of moba or nsa", "first derivatives; tilewise.attention with a mask_mod has second ones"
 
