@@ -185,7 +185,7 @@ def _part_gradients(
     rows_lse, rows_delta = (lists.rows(x[..., None])[:, :, 0].mT.contiguous() for x in (lse, -delta))
     rows_dout = lists.rows(dout)
     nothing = out.new_zeros(1).expand_as(rows_dout)  # rowsum(dO * O) is given as a gradient of lse
-    request = _other_blocks(q, k, v, lists, sizes.spec._replace(partial=True))
+    request = _other_blocks(q, k, v, lists, sizes.spec)
     dq, *part = registered("backward")(nothing, rows_lse, rows_dout, rows_delta, *arguments(request))
     dk, dv = (p.view(k.shape[1], len(k), -1).transpose(0, 1) for p in part)
     return dq, dk, dv

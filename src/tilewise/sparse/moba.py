@@ -104,20 +104,18 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[
             means = block_means(k.detach(), blocks, block_size)
             grouped = q.detach().to(dtype).unflatten(1, (k.shape[1], -1))
             wanted = torch.einsum("thgd,nhd->thgn", grouped, means).flatten(1, 2)
-            chosen = best_of(wanted, blocks, most, -torch.inf)
+            chosen = best_of(wanted, blocks.first, blocks.own, most)
     sizes = Sizes(request.spec, block_size, False, None)
     out: Tensor = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
     return out
 
 
 def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
-    """(B, S, H, most) int64: the blocks with the largest numbers in `wanted`, (B, S, H, blocks), among those wholly
-    before the query; -1 where there are fewer."""
-    own = torch.arange(wanted.shape[1], device=wanted.device) // block_size
-    block = torch.arange(wanted.shape[3], device=wanted.device)
-    before = (block < own[:, None])[None, :, None, :]
-    found = wanted.masked_fill(~before, -torch.inf).topk(most, -1).indices
-    return torch.where(found < own[:, None, None], found, -1)
+    """(B, S, H, most): the blocks with the largest numbers in `wanted`, (B, S, H, blocks), among those wholly before the
+    query; -1 where there are fewer."""
+    batch, n = wanted.shape[:2]
+    own = torch.arange(n, device=wanted.device).div(block_size, rounding_mode="floor").repeat(batch)
+    return best_of(wanted.flatten(0, 1), torch.zeros_like(own), own, most).unflatten(0, (batch, n))
 
 
 def _checked_numbers(block_size: int, top_k: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.backends.common.gpu import INTERPRETER
 from tilewise.sparse.block_attention import _combine, sorted_choices
 from tilewise.sparse.nsa import _block_weights, _gated_sum, _gated_sum_backward
+from tilewise.sparse.packed import _best_blocks
 
 pytestmark = pytest.mark.usefixtures("triton_runs")
 
@@ -131,3 +132,23 @@ def test_gather() -> None:
 
     x, lines = torch.randn(9, 3, 20), torch.randint(0, 9, (31,))
     assert torch.equal(combine_parts.gather(x, lines), x[lines])
+
+
+@pytest.mark.parametrize(("tokens", "choosers", "blocks", "most"), [(7, 3, 5, 2), (40, 1, 33, 8), (3, 2, 100, 15)])
+def test_best_blocks(tokens: int, choosers: int, blocks: int, most: int) -> None:
+    from tilewise.backends.common.best_blocks import best_blocks
+
+    torch.manual_seed(blocks)
+    weight = torch.randn(tokens, choosers, blocks)
+    weight[0, 0, 1], weight[1, 0, 2:4], weight[-1, 0] = -torch.inf, 0.25, -1e-30
+    own = torch.randint(0, blocks + 1, (tokens,))
+    first = torch.minimum(torch.randint(0, blocks, (tokens,)), own)
+    ours = best_blocks(weight, first, own, most)
+    expected = _best_blocks(weight, first, own, most)
+    for slot in range(tokens):  # of equal weights any may be chosen
+        a, b = (x[slot].sort(-1).values for x in (ours, expected))
+        assert torch.equal(a < 0, b < 0)
+        weights = [weight[slot].gather(1, x.clamp(min=0).long()).masked_fill(x < 0, 0.0).sum(1) for x in (a, b)]
+        torch.testing.assert_close(*weights)
+        assert all(len(set(row)) == len(row) for row in (x[x >= 0].tolist() for x in a))
+    assert ours.dtype == torch.int32
