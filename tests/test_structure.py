@@ -55,7 +55,8 @@ ONLY_FOR = {
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
     "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.kernel_backend"
-    " backends.protocol warmup kv_warmup distributed.calls sparse.topk sparse.block_attention sparse.nsa sparse.packed",
+    " backends.protocol warmup kv_warmup distributed.calls sparse.topk sparse.block_attention sparse.nsa sparse.packed"
+    " sparse.moba",
     "backends.common.device": "backends.common backends.hopper backends.triton",
 }
 

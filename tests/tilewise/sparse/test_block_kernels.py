@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewise.backends.common.gpu import INTERPRETER
 from tilewise.sparse.block_attention import _combine, sorted_choices
+from tilewise.sparse.moba import best_before
 from tilewise.sparse.nsa import _block_weights, _gated_sum, _gated_sum_backward
 from tilewise.sparse.packed import _best_blocks
 
@@ -152,3 +153,14 @@ def test_best_blocks(tokens: int, choosers: int, blocks: int, most: int) -> None
         torch.testing.assert_close(*weights)
         assert all(len(set(row)) == len(row) for row in (x[x >= 0].tolist() for x in a))
     assert ours.dtype == torch.int32
+
+
+def test_blocks_by_mean_key() -> None:
+    from tilewise.backends.common.best_blocks import blocks_by_mean_key
+
+    torch.manual_seed(0)
+    q, means = torch.randn(2, 60, 4, 20).bfloat16(), torch.randn(2, 6, 2, 20)
+    ours = blocks_by_mean_key(q, means, 10, 3)
+    scores = torch.einsum("bshgd,bnhd->bshgn", q.double().unflatten(2, (2, 2)), means.double()).flatten(2, 3)
+    expected = best_before(scores, 10, 3)
+    assert torch.equal(ours.sort(-1).values, expected.sort(-1).values)
