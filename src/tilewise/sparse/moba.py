@@ -138,11 +138,12 @@ def _blocks_by_mean_key_fake(q: Tensor, k: Tensor, block_size: int, most: int) -
 
 
 def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
-    """(B, S, H, most): the blocks with the largest numbers in `wanted`, (B, S, H, blocks), among those wholly before the
-    query; -1 where there are fewer."""
+    """(B, S, H, most): the blocks with the largest numbers in `wanted`, (B, S, H, blocks), among those wholly before
+    the query; -1 where there are fewer."""
     batch, n = wanted.shape[:2]
     own = torch.arange(n, device=wanted.device).div(block_size, rounding_mode="floor").repeat(batch)
-    return best_of(wanted.flatten(0, 1), torch.zeros_like(own), own, most).unflatten(0, (batch, n))
+    found: Tensor = best_of(wanted.flatten(0, 1), torch.zeros_like(own), own, most).unflatten(0, (batch, n))
+    return found
 
 
 def _checked_numbers(block_size: int, top_k: int) -> tuple[int, int]:

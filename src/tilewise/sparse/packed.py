@@ -53,8 +53,8 @@ def block_means(x: Tensor, blocks: PackedBlocks, block_size: int) -> Tensor:
 
 
 def best_of(weight: Tensor, first: Tensor, own: Tensor, most: int) -> Tensor:
-    """(T, C, most): the blocks with the largest weights, (T, C, N), among the blocks first[t] to own[t] - 1 of a token; -1
-    where there are fewer."""
+    """(T, C, most): the blocks with the largest weights, (T, C, N), among the blocks first[t] to own[t] - 1 of a token;
+    -1 where there are fewer."""
     found: Tensor = torch.ops.tilewise_sparse.best_blocks(weight, first, own, most)
     return found
 

@@ -73,7 +73,9 @@ def mean_key_kernel(q, means, out, n, heads, blocks, block_size, most, CONFIG: t
     s = tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_N], 0.0, tl.float32)
     for part in tl.static_range(3):
         line = ((part * batch + b) * blocks + c) * kv_heads + h // CONFIG.GROUP
-        keys = tl.load(means + line[None, :] * CONFIG.D + d[:, None], mask=(c < blocks)[None, :] & inside[:, None], other=0)
+        keys = tl.load(
+            means + line[None, :] * CONFIG.D + d[:, None], mask=(c < blocks)[None, :] & inside[:, None], other=0
+        )
         s = tl.dot(q_tile, keys, s)
     row = (b * n + i) * heads + h
     store_best(s, row, i < n, 0, (i // block_size)[:, None], out, most)

@@ -296,7 +296,7 @@ def store_latent(acc, m, l, part, buffers, params, WG: gl.constexpr, CONFIG: gl.
 
 @gluon.jit
 def latent_shared(keys, COPIES: gl.constexpr):
-    """Shared memory of a program with the tiles `keys`. COPIES: threads whose copies fill them, 0 if TMA or stores do."""
+    """Shared memory of a program with the tiles `keys`. COPIES: threads whose copies fill them; 0: TMA or stores do."""
     DTYPE: gl.constexpr = keys[0].dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -67,8 +67,8 @@ class NamedKeys(NamedTuple):
 class LatentShared(NamedTuple):
     """All of shared memory. `k`: columns 0 to 255, 256 to 511 and 512 to 575 of two tiles of keys; `full` and `empty`
     of the first, and of the other two. `m`: the maximum that was subtracted in P of each warpgroup; `l`: row sums of
-    each warpgroup. `q_ready` and `done`: of both warpgroups. `seen`: of named keys, 0 for a key and -inf for none, of two
-    tiles; else not used."""
+    each warpgroup. `q_ready` and `done`: of both warpgroups. `seen`: of two tiles of named keys, 0 for a key and -inf
+    for none; else not used."""
 
     q: gl.shared_memory_descriptor
     k: tuple[gl.shared_memory_descriptor, ...]

@@ -1,5 +1,5 @@
-"""Attention over named keys of multi-head latent attention on Hopper: the consumers of `mla`, and warps that gather keys
-of 576 numbers, of which the first 512 are the values. A program computes 64 heads of one query."""
+"""Attention over named keys of multi-head latent attention on Hopper: the consumers of `mla`, and warps that gather
+keys of 576 numbers, of which the first 512 are the values. A program computes 64 heads of one query."""
 
 from typing import NamedTuple
 
