@@ -50,9 +50,12 @@ def test_combine(weighted: bool, group: int, d: int, most: int) -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "choosers", "group", "d", "dv"), [(2, 2, 3, 8, 6), (1, 2, 1, 16, 16), (2, 2, 16, 20, 8)]
 )
-def test_block_parts(kv_heads: int, choosers: int, group: int, d: int, dv: int) -> None:
+def test_block_parts(
+    kv_heads: int, choosers: int, group: int, d: int, dv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tilewise.backends.common import block_parts
 
+    monkeypatch.setattr(block_parts, "RANGE", 64 if d == 16 else 13)
     starts = torch.tensor([0, 10, 20, 23, 33, 36], dtype=torch.int32)
     chosen = drawn(starts, kv_heads, choosers, 2)
     own = torch.searchsorted(starts, torch.arange(36), right=True) - 1

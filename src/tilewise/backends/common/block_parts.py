@@ -6,7 +6,7 @@ them at a time, with the HEADS query heads of each. The forward stores (out, lse
 choice, and the sums dk and dv of the block.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from .device.structs import ANY_SIZE, LOG2E
 from .launch import INTERPRETED, Launch
 from .shapes import padded, view
 
+FORWARD_TILE = BACKWARD_TILE = 64, 4, 2  # rows, warps, stages
 RANGE = 2048  # tokens whose choices of any block the forward computes at about the same time: q is then in L2
 
 
@@ -222,18 +223,20 @@ class Choices(NamedTuple):
     scale: float
 
 
-def _config(q: Tensor, v: Tensor, choices: Choices) -> ChoiceConfig:
+def _options(q: Tensor, v: Tensor, choices: Choices, tile: tuple[int, int, int]) -> dict[str, Any]:
     group = q.shape[1] // choices.choosers
     heads = padded(group, 1)
-    rows = 16 if INTERPRETED else 64
+    rows, warps, stages = (16, 4, 1) if INTERPRETED else tile
     sizes = q.shape[2], v.shape[2], padded(q.shape[2]), padded(v.shape[2])
-    return ChoiceConfig(group, heads, max(1, rows // heads), padded(choices.block_size), *sizes)
+    config = ChoiceConfig(group, heads, max(1, rows // heads), padded(choices.block_size), *sizes)
+    return {"CONFIG": config, "num_warps": warps, "num_stages": stages}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, choices: Choices) -> tuple[Tensor, Tensor]:
     """(out, lse) of the choices, (count, G, Dv) and (G, count)."""
     count, kv_heads, blocks = len(choices.lines), k.shape[1], len(choices.starts) - 1
-    config = _config(q, v, choices)
+    options = _options(q, v, choices, FORWARD_TILE)
+    config = options["CONFIG"]
     out = torch.empty((count, config.GROUP, v.shape[2]), dtype=q.dtype, device=q.device)
     lse = torch.empty((config.GROUP, count), dtype=torch.float32, device=q.device)
     tensors = ChoiceTensors(view(q), view(k), view(v), *choices[:3])
@@ -243,7 +246,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, choices: Choices) -> tuple[Tensor, 
     search = choices.lines, choices.cu_q, range_starts, segments, ranges, choices.choosers
     Launch(range_starts_kernel, -(-segments * ranges // 128), search, {"RANGE": RANGE, "BLOCK": 128, "num_warps": 4})()
     numbers = blocks, kv_heads, choices.choosers, count, ranges, choices.scale
-    options = {"CONFIG": config, "num_warps": 4, "num_stages": 2}
     Launch(block_forward_kernel, segments * ranges, (tensors, range_starts, out, lse, *numbers), options)()
     return out, lse
 
@@ -254,12 +256,12 @@ def backward(
     """(dq of the choices, dk, dv). `saved`: dout, and lse and delta of the merged result."""
     dout, *statistics = saved
     kv_heads, blocks = k.shape[1], len(choices.starts) - 1
-    config = _config(q, v, choices)
+    options = _options(q, v, choices, BACKWARD_TILE)
+    config = options["CONFIG"]
     dq = torch.empty((len(choices.lines), config.GROUP, q.shape[2]), dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))  # tokens past the last block: 0
     tensors = ChoiceTensors(view(q), view(k), view(v), *choices[:3])
     gradients = ChoiceGradients(view(dout), *statistics, dq, dk, dv)
     numbers = blocks, kv_heads, choices.choosers, choices.scale
-    options = {"CONFIG": config, "num_warps": 4, "num_stages": 2}
     Launch(block_backward_kernel, blocks * kv_heads, (tensors, gradients, *numbers), options)()
     return dq, dk, dv
