@@ -15,8 +15,7 @@ from .gluon_compat import fence_async_shared, gl, gluon
 from .mla import consume_latent, latent_shared, latent_tiles
 from .mla_producers import LATENT_ROWS, LatentParams, NamedKeys, produce_named
 
-PRODUCERS = 4  # warps
-REGISTERS = 216, 40
+COPYING_WARPS: gl.constexpr = gl.constexpr(4)
 
 
 class HopperTopkConfig(NamedTuple):
@@ -24,9 +23,6 @@ class HopperTopkConfig(NamedTuple):
 
     GROUP: int
     KV_HEADS: int
-    PRODUCERS: int
-    R0: int
-    R1: int
     D: int = 576
     DV: int = 512
     FLAG_NAN: bool = False
@@ -43,7 +39,7 @@ class TopkSizes(NamedTuple):
 
 @gluon.jit(do_not_specialize=["n_q", "n_k", "count", "batch"])
 def hopper_topk_kernel(q, k, indices, buffers, sinks, scale, n_q, n_k, count, batch, CONFIG: gl.constexpr):
-    shared = latent_shared(latent_tiles(q.ptr.dtype.element_ty), 32 * CONFIG.PRODUCERS)
+    shared = latent_shared(latent_tiles(q.ptr.dtype.element_ty), 32 * COPYING_WARPS)
     fence_async_shared()
     params = LatentParams(NamedKeys(indices, n_q, n_k, count), None, scale, None, TopkSizes(batch), sinks)
     gl.warp_specialize(
@@ -52,8 +48,8 @@ def hopper_topk_kernel(q, k, indices, buffers, sinks, scale, n_q, n_k, count, ba
             (consume_latent, (shared, q, buffers, params, 0, CONFIG)),
             (produce_named, (shared, k, params, CONFIG)),
         ],
-        [4, CONFIG.PRODUCERS],
-        [CONFIG.R0, CONFIG.R1],
+        [4, COPYING_WARPS],
+        [216, 40],
     )
 
 
@@ -68,7 +64,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 def topk_launch(q: Tensor, k: Tensor, indices: Tensor, results: tuple[Tensor, Tensor], scale: float) -> Launch:
     """`results`: out (B, Sq, H, 512) and lse (B, H, Sq)."""
     out, lse = results
-    config = HopperTopkConfig(q.shape[2] // k.shape[2], k.shape[2], PRODUCERS, *REGISTERS)
+    config = HopperTopkConfig(q.shape[2] // k.shape[2], k.shape[2])
     buffers = Buffers(view(out), view(lse.transpose(1, 2).unsqueeze(-1)), None, None)
     numbers = q.shape[1], k.shape[1], indices.shape[3], q.shape[0]
     programs = q.shape[0] * q.shape[1] * k.shape[2] * -(-config.GROUP // LATENT_ROWS.value)
