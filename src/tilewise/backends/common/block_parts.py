@@ -18,7 +18,7 @@ from .device.structs import ANY_SIZE, LOG2E
 from .launch import INTERPRETED, Launch
 from .shapes import padded, view
 
-FORWARD_TILE = BACKWARD_TILE = 64, 4, 2  # rows, warps, stages
+FORWARD_TILE, BACKWARD_TILE = (64, 4, 3), (64, 4, 2)  # rows, warps, stages
 RANGE = 2048  # tokens whose choices of any block the forward computes at about the same time: q is then in L2
 
 
