@@ -162,9 +162,9 @@ def _gradients(
         part, *others = _part_gradients(inputs, saved, choices, sizes)
         base = dq.reshape(len(choices.positions), -1, q.shape[2])
         dq = combined(base, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
-        rows = _transposed(k.shape[1], k.shape[0], k.device).int()[:, None]
+        by_head = _transposed(k.shape[1], k.shape[0], k.device).int()[:, None]
         dk, dv = (
-            combined(a.reshape(-1, 1, a.shape[2]), None, b, None, rows, x.dtype)[0].reshape(x.shape)
+            combined(a.reshape(-1, 1, a.shape[2]), None, b, None, by_head, x.dtype)[0].reshape(x.shape)
             for a, b, x in zip((dk, dv), others, (k, v), strict=True)
         )
     return tuple(g.to(x.dtype) for g, x in zip((dq, dk, dv), inputs, strict=True))
