@@ -51,11 +51,12 @@ RANK = {unit: rank for rank, line in enumerate(LAYERS) for unit in line.split()}
 
 # Units that not every higher layer may import.
 ONLY_FOR = {
-    "backends.hopper": "backends.registry",
+    "backends.hopper": "backends.registry sparse.topk",
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
     "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.kernel_backend"
-    " backends.protocol warmup kv_warmup distributed.calls sparse.topk sparse.block_attention sparse.nsa",
+    " backends.protocol warmup kv_warmup distributed.calls sparse.topk sparse.block_attention sparse.nsa sparse.packed"
+    " sparse.moba",
     "backends.common.device": "backends.common backends.hopper backends.triton",
 }
 

@@ -115,6 +115,27 @@ def test_topk_of_latent_keys() -> None:
         assert error <= 2 * theirs + 2e-3 * truth.abs().max().item(), f"{name}: {error:.1e}, torch's {theirs:.1e}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "count"), [(128, 1, 2048), (64, 1, 65), (160, 2, 1), (33, 1, 700)])
+def test_topk_of_latent_keys_in_shapes(heads: int, kv_heads: int, count: int, dtype: torch.dtype) -> None:
+    """The Hopper kernel: some tiles, short ones, queries without keys, keys that no query may name."""
+    torch.manual_seed(count)
+    q, k = (torch.randn(2, n, h, 576, device="cuda").to(dtype) for n, h in ((50, heads), (3000, kv_heads)))
+    k[:, -1] = torch.nan
+    indices = torch.rand(2, 50, kv_heads, 2999, device="cuda").argsort(-1)[..., :count]
+    indices[:, 3, :, : count // 2] = -1
+    indices[:, 4], indices[:, 5, :, 0] = -1, 3000
+    seen = torch.where(indices < 3000, indices, -1)
+    truth = sparse.topk(q.double(), k.double(), 512, seen, return_lse=True, backend="reference")
+    plain = sparse.topk(q, k, 512, seen, return_lse=True, backend="reference")
+    for at in (indices, indices.int()):
+        for ours, torchs, exact in zip(sparse.topk(q, k, 512, at, return_lse=True), plain, truth, strict=True):
+            found = exact > -torch.inf
+            assert torch.equal(ours > -torch.inf, found)
+            error, theirs = ((x.double() - exact)[found].abs().max().item() for x in (ours, torchs))
+            assert error <= 2 * theirs + 2e-3, f"{error:.1e}, torch's {theirs:.1e}"
+
+
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize(("block", "heads", "kv_heads"), [(64, 32, 2), (16, 6, 2)])
 def test_nsa(block: int, heads: int, kv_heads: int, backend: str) -> None:

@@ -31,10 +31,7 @@ _library.define(f"block_parts(Tensor q, Tensor k, Tensor v, {_choices}) -> (Tens
 _library.define(
     f"block_parts_backward(Tensor[] saved, Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor, Tensor)"
 )
-FUSED = (
-    "triton",
-)  # backends whose small blocks have kernels of their own; "auto" when these have been compared on a GPU
-
+FUSED = "auto", "triton"  # backends whose small blocks have kernels of their own
 
 FIRST_ORDER = "one of moba or nsa", "first derivatives; tilewise.attention with a mask_mod has second ones"
 
@@ -165,7 +162,11 @@ def _gradients(
         part, *others = _part_gradients(inputs, saved, choices, sizes)
         base = dq.reshape(len(choices.positions), -1, q.shape[2])
         dq = combined(base, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
-        dk, dv = (a + b for a, b in zip((dk, dv), others, strict=True))
+        by_head = _transposed(k.shape[1], k.shape[0], k.device).int()[:, None]
+        dk, dv = (
+            combined(a.reshape(-1, 1, a.shape[2]), None, b, None, by_head, x.dtype)[0].reshape(x.shape)
+            for a, b, x in zip((dk, dv), others, (k, v), strict=True)
+        )
     return tuple(g.to(x.dtype) for g, x in zip((dq, dk, dv), inputs, strict=True))
 
 
@@ -181,16 +182,15 @@ def _with_own(chosen: Tensor, k: Tensor, starts: Tensor, sizes: Sizes) -> Sorted
 def _part_gradients(
     inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], lists: Sorted, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq of the choices, dk, dv). `saved`: out, lse and dout."""
+    """dq of the choices; dk and dv by KV head, (Hk T, 1, D). `saved`: out, lse and dout."""
     q, k, v = inputs
     out, lse, dout = saved
     delta = torch.ops.tilewise_sparse.row_dots(out, dout)
     rows_lse, rows_delta = (lists.rows(x[..., None])[:, :, 0].mT.contiguous() for x in (lse, -delta))
     rows_dout = lists.rows(dout)
     nothing = out.new_zeros(1).expand_as(rows_dout)  # rowsum(dO * O) is given as a gradient of lse
-    request = _other_blocks(q, k, v, lists, sizes.spec._replace(partial=True))
-    dq, *part = registered("backward")(nothing, rows_lse, rows_dout, rows_delta, *arguments(request))
-    dk, dv = (p.view(k.shape[1], len(k), -1).transpose(0, 1) for p in part)
+    request = _other_blocks(q, k, v, lists, sizes.spec)
+    dq, dk, dv = registered("backward")(nothing, rows_lse, rows_dout, rows_delta, *arguments(request))
     return dq, dk, dv
 
 
@@ -250,8 +250,15 @@ def _own_blocks(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sizes: Sizes, s
 
 def _other_blocks(q: Tensor, k: Tensor, v: Tensor, lists: Sorted, spec: Spec) -> Request:
     """The request of the packed sequences."""
-    keys, values = (x.transpose(0, 1).reshape(-1, 1, x.shape[2]) for x in (k, v))
+    lines = _transposed(k.shape[0], k.shape[1], k.device)
+    keys, values = (torch.ops.tilewise_sparse.gather(x.reshape(-1, 1, x.shape[2]), lines) for x in (k, v))
     return Request(lists.rows(q), keys, values, spec._replace(after=None), cu_q=lists.cu_q, cu_k=lists.cu_k)
+
+
+def _transposed(rows: int, columns: int, device: torch.device) -> Tensor:
+    """The lines of a (rows, columns) matrix in the order of its columns. A gather by them copies at the memory's rate,
+    torch at a third of it."""
+    return torch.arange(rows * columns, device=device).view(rows, columns).T.flatten()
 
 
 def combined(

@@ -15,6 +15,8 @@ from .block_attention import BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 
 Gate = Callable[[Tensor, Tensor, int], Tensor]
+_library = torch.library.Library("tilewise_sparse", "FRAGMENT")
+_library.define("blocks_by_mean_key(Tensor q, Tensor k, SymInt block_size, SymInt most) -> Tensor")
 
 
 def mean_key_gate(q: Tensor, k: Tensor, block_size: int) -> Tensor:
@@ -29,7 +31,7 @@ def mean_key_gate(q: Tensor, k: Tensor, block_size: int) -> Tensor:
         (B, S, H, blocks), in float32 (float64 for float64).
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    means = k.to(dtype).unflatten(1, (-1, block_size)).mean(2)  # (B, blocks, Hk, D)
+    means = k.unflatten(1, (-1, block_size)).mean(2, dtype=dtype)  # (B, blocks, Hk, D)
     grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))  # (B, S, Hk, G, D)
     return torch.einsum("bshgd,bnhd->bshgn", grouped, means).flatten(2, 3)
 
@@ -82,9 +84,7 @@ def moba(
     chosen = None
     if min(top_k, blocks) > 1:
         with torch.no_grad():
-            wanted = (gate or mean_key_gate)(q, k, block_size)
-            _check_gate(wanted, (*q.shape[:3], blocks))
-            chosen = best_before(wanted, block_size, min(top_k, blocks) - 1)
+            chosen = _chosen(q, k, block_size, min(top_k, blocks) - 1, gate)
     options: Options = {"causal": True, "scale": scale, "backend": backend}
     spec = checked_request(q, k, v, (), (), options).spec
     return attend_dense(q, k, v, chosen, block_size, spec)
@@ -104,20 +104,46 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[
             means = block_means(k.detach(), blocks, block_size)
             grouped = q.detach().to(dtype).unflatten(1, (k.shape[1], -1))
             wanted = torch.einsum("thgd,nhd->thgn", grouped, means).flatten(1, 2)
-            chosen = best_of(wanted, blocks, most, -torch.inf)
+            chosen = best_of(wanted, blocks.first, blocks.own, most)
     sizes = Sizes(request.spec, block_size, False, None)
     out: Tensor = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
     return out
 
 
+def _chosen(q: Tensor, k: Tensor, block_size: int, most: int, gate: Gate | None) -> Tensor:
+    """(B, S, H, most): the blocks of each query, -1 where there are fewer."""
+    if gate is None:
+        found: Tensor = torch.ops.tilewise_sparse.blocks_by_mean_key(q, k, block_size, most)
+        return found
+    wanted = gate(q, k, block_size)
+    _check_gate(wanted, (*q.shape[:3], q.shape[1] // block_size))
+    return best_before(wanted, block_size, most)
+
+
+@torch.library.impl(_library, "blocks_by_mean_key", "CompositeExplicitAutograd")
+def _blocks_by_mean_key(q: Tensor, k: Tensor, block_size: int, most: int) -> Tensor:
+    from ..backends.common import best_blocks
+
+    blocks = q.shape[1] // block_size
+    if q.is_cuda and q.dtype == torch.bfloat16 and q.numel() and blocks <= best_blocks.MOST_GATED and q.shape[3] <= 256:
+        means = k.unflatten(1, (-1, block_size)).mean(2, dtype=torch.float32)
+        with torch.cuda.device_of(q):
+            return best_blocks.blocks_by_mean_key(q, means, block_size, most)
+    return best_before(mean_key_gate(q, k, block_size), block_size, most)
+
+
+@torch.library.register_fake("tilewise_sparse::blocks_by_mean_key", lib=_library)
+def _blocks_by_mean_key_fake(q: Tensor, k: Tensor, block_size: int, most: int) -> Tensor:
+    return q.new_empty((*q.shape[:3], most), dtype=torch.int32)
+
+
 def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
-    """(B, S, H, most) int64: the blocks with the largest numbers in `wanted`, (B, S, H, blocks), among those wholly
-    before the query; -1 where there are fewer."""
-    own = torch.arange(wanted.shape[1], device=wanted.device) // block_size
-    block = torch.arange(wanted.shape[3], device=wanted.device)
-    before = (block < own[:, None])[None, :, None, :]
-    found = wanted.masked_fill(~before, -torch.inf).topk(most, -1).indices
-    return torch.where(found < own[:, None, None], found, -1)
+    """(B, S, H, most): the blocks with the largest numbers in `wanted`, (B, S, H, blocks), among those wholly before
+    the query; -1 where there are fewer."""
+    batch, n = wanted.shape[:2]
+    own = torch.arange(n, device=wanted.device).div(block_size, rounding_mode="floor").repeat(batch)
+    found: Tensor = best_of(wanted.flatten(0, 1), torch.zeros_like(own), own, most).unflatten(0, (batch, n))
+    return found
 
 
 def _checked_numbers(block_size: int, top_k: int) -> tuple[int, int]:

@@ -126,10 +126,42 @@ def neighborhood(
         shaped: Tensor = attention(*rows, scale=scale, backend=backend).unflatten(1, space)
         return shaped
     layout = Layout(*_layout(windows, str(q.device)))
-    rows = [x.index_select(1, layout.order) for x in rows]
+    rows = [_permuted(x, layout.order, layout.inverse) for x in rows]
     out: Tensor = attention(*rows, mask_mod=layout.mask, scale=scale, backend=backend)
-    found: Tensor = out.index_select(1, layout.inverse).unflatten(1, space)
+    found: Tensor = _permuted(out, layout.inverse, layout.order).unflatten(1, space)
     return found
+
+
+def _permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """x[:, order]"""
+    if torch.compiler.is_compiling():  # torch.compile does not trace functions with a forward mode of their own
+        return x.index_select(1, order)
+    found: Tensor = Permute.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return found
+
+
+class Permute(torch.autograd.Function):
+    """x[:, order]. Its gradient is a permutation too; torch's own of index_select adds rows with atomics."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        return x.index_select(1, order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        order, inverse = ctx.saved_tensors
+        return _permuted(grad, inverse, order), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return _permuted(tangent, *ctx.saved_tensors)
 
 
 @constant

@@ -134,7 +134,7 @@ def _packed(
     if most > 0:
         with torch.no_grad():
             weight = _packed_weights(q, keys, lse, spec.scale)
-            chosen = best_of(weight, blocks, most, -1.0)
+            chosen = best_of(weight, blocks.first, blocks.own, most)
     sizes = Sizes(spec, block_size, False, None)
     selected = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
     found: Tensor = GatedSum.apply(coarse, selected, near, *gates)  # type: ignore[no-untyped-call]
@@ -175,14 +175,15 @@ def selected_blocks(
     """
     batch, n = q.shape[:2]
     others = min(num_blocks, keys.shape[1]) - 1
-    own = torch.arange(n, device=q.device)[None, :, None, None] // block_size
-    found = own.expand(batch, n, keys.shape[2], 1)
+    own = torch.arange(n, device=q.device).div(block_size, rounding_mode="floor")
+    found = own[None, :, None, None].expand(batch, n, keys.shape[2], 1)
     if others < 1:
         return found
     scale = q.shape[3] ** -0.5 if scale is None else scale
     weight = torch.ops.tilewise_sparse.block_weights(q, keys, lse, block_size, scale)
-    best = weight.topk(others, -1, sorted=False).indices
-    return torch.cat([found, torch.where(best < own, best, -1)], -1)
+    own = own.repeat(batch)
+    best = best_of(weight.flatten(0, 1), torch.zeros_like(own), own, others)
+    return torch.cat([found, best.unflatten(0, (batch, n))], -1)
 
 
 @torch.library.impl(_library, "block_weights", "CompositeExplicitAutograd")

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_library = torch.library.Library("tilewise_sparse", "FRAGMENT")
+_library.define("best_blocks(Tensor weight, Tensor first, Tensor own, SymInt most) -> Tensor")
+
 
 class PackedBlocks(NamedTuple):
     """starts (N + 1,) int32: the first token of each block; cu_blocks (sequences + 1,) int32: the first block of each
@@ -49,11 +52,29 @@ def block_means(x: Tensor, blocks: PackedBlocks, block_size: int) -> Tensor:
     return rows.sum(1) / inside.sum(1).clamp(min=1)[:, None, None]
 
 
-def best_of(weight: Tensor, blocks: PackedBlocks, most: int, least: float) -> Tensor:
-    """(T, C, most): the blocks with the largest weights, (T, C, N), among those before the token's own in its sequence;
-    -1 where there are fewer. `least`: below all weights."""
+def best_of(weight: Tensor, first: Tensor, own: Tensor, most: int) -> Tensor:
+    """(T, C, most): the blocks with the largest weights, (T, C, N), among the blocks first[t] to own[t] - 1 of a token;
+    -1 where there are fewer."""
+    found: Tensor = torch.ops.tilewise_sparse.best_blocks(weight, first, own, most)
+    return found
+
+
+@torch.library.impl(_library, "best_blocks", "CompositeExplicitAutograd")
+def _best_blocks(weight: Tensor, first: Tensor, own: Tensor, most: int) -> Tensor:
+    if weight.is_cuda and weight.dtype == torch.float32 and weight.numel():
+        from ..backends.common import best_blocks
+
+        if weight.shape[2] <= best_blocks.MOST_BLOCKS:
+            with torch.cuda.device_of(weight):
+                return best_blocks.best_blocks(weight.contiguous(), first.contiguous(), own.contiguous(), most)
     number = torch.arange(weight.shape[2], device=weight.device)
-    before = (number >= blocks.first[:, None]) & (number < blocks.own[:, None])
-    found = weight.masked_fill(~before[:, None], least).topk(most, -1, sorted=False).indices
-    is_before = (found >= blocks.first[:, None, None]) & (found < blocks.own[:, None, None])
-    return torch.where(is_before, found, -1)
+    before = (number >= first[:, None]) & (number < own[:, None])
+    least = torch.finfo(weight.dtype).min  # of a block before the token; others are below
+    found = weight.clamp(min=least).masked_fill(~before[:, None], -torch.inf).topk(most, -1).indices
+    is_before = (found >= first[:, None, None]) & (found < own[:, None, None])
+    return torch.where(is_before, found, -1).int()
+
+
+@torch.library.register_fake("tilewise_sparse::best_blocks", lib=_library)
+def _best_blocks_fake(weight: Tensor, first: Tensor, own: Tensor, most: int) -> Tensor:
+    return weight.new_empty((*weight.shape[:2], most), dtype=torch.int32)

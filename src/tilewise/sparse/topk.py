@@ -127,6 +127,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, bac
         gpu = gpu_of(q.device)
         assert gpu is not None
         with torch.cuda.device_of(q):
+            if gpu == Gpu("cuda", 90):
+                from ..backends.hopper import topk as hopper
+
+                if hopper.supports(q, k, v, scale):
+                    return hopper.forward(q, k, indices, scale)
             return kernels.forward(kernels.Inputs(q, k, v, indices, scale), gpu)
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros((*q.shape[:3], v.shape[3]))

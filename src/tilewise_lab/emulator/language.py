@@ -151,6 +151,10 @@ def _tma_load(descriptor: Descriptor, at: list[int], barrier: Barrier, target: M
     machine.copy_in(descriptor.read(at), target.shared, barrier, descriptor.name)
 
 
+def _copy_async(target: Memory, pointer: Pointer, mask: Any = None) -> None:
+    machine.copy_async(load(pointer, mask).data, target.shared)
+
+
 def _tma_store(descriptor: Descriptor, at: list[int], source: Memory) -> None:
     inside = descriptor.locate(at)[1]
 
@@ -286,6 +290,8 @@ NAMES: dict[str, Any] = {
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "arrive": lambda bar: bar.arrive(),
+    "copy_async": _copy_async,
+    "arrive_copied": machine.arrive_copied,
     "bar_sync": _bar_sync,
     "bar_sync_dynamic": _bar_sync,
     "bar_arrive": _bar_arrive,

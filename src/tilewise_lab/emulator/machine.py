@@ -122,6 +122,7 @@ class Partition:
         self.waits_for = ""
         self.condition: Callable[[], bool] | None = None
         self.mmas: list[Mma] = []
+        self.copies: list[bool] = []  # cp.async, in the order in which they were issued: has it landed?
         self.stores: list[bool] = []  # in the order in which they were sent out: has it been read?
         self.unfenced: list[Shared] = []
         self.bit = 1 << sum(p.program is program for p in self.machine.partitions)
@@ -348,6 +349,43 @@ def copy_in(tile: Tensor, target: Shared, barrier: Barrier, what: str) -> None:
         p.record("copies", f"load {what}", start, p.machine.now)
 
     p.machine.after(duration, land)
+
+
+def copy_async(tile: Tensor, target: Shared) -> None:
+    """cp.async, global to shared: the tile lands late."""
+    p = current()
+    p.step()
+    target.check_write(f"a copy of {p.name}")
+    target.state["writing"].fill_(True)
+    target.state["filled"].fill_(False)
+    n = len(p.copies)
+    p.copies.append(False)
+    start, duration = p.clock, p.machine.late(TMA_LATENCY) + tile.numel() * tile.element_size() / TMA_BYTES
+
+    def land() -> None:
+        target.data.copy_(tile)
+        target.state["writing"].fill_(False)
+        target.state["filled"].fill_(True)
+        target.state["unfenced"].zero_()
+        p.copies[n] = True
+        p.record("copies", f"copy of {p.name}", start, p.machine.now)
+
+    p.machine.after(duration, land)
+
+
+def arrive_copied(barrier: Barrier) -> None:
+    """All threads arrive once the copies so far have landed."""
+    p = current()
+    p.step()
+    issued = len(p.copies)
+
+    def arrive() -> None:
+        if all(p.copies[:issued]):
+            barrier.update(arrivals=32 * p.warps)
+        else:
+            p.machine.after(10.0, arrive)
+
+    p.machine.after(0.0, arrive)
 
 
 def copy_out(

@@ -1,7 +1,7 @@
 """Compile the kernels of an MLA cache for a target without a GPU: rows on the standard input, reports on the output.
 
 A row: {"arch": 90}, and the call: heads, queries, page, dtype, packed, tokens (a token table), split, kernel ("attend",
-"repair"), hopper (whether the Hopper kernel).
+"repair"), hopper (whether the Hopper kernel), named (the Hopper kernel of keys that queries name).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tilewise.backends.common.kv import launches
 from tilewise.backends.common.kv.mla_launches import attend_launches
 from tilewise.backends.common.launch import DeviceMemory, Target
 from tilewise.backends.hopper.mla_launches import hopper_mla_launches
+from tilewise.backends.hopper.topk import topk_launch
 from tilewise.kv_request import KvCall
 from tilewise.options import kv_options
 from tilewise.validation import kv as checks
@@ -40,7 +41,12 @@ def launch_of(
     split: int | None = None,
     kernel: str = "attend",
     hopper: bool = False,
+    named: bool = False,
 ) -> Any:
+    if named:
+        q, k = (torch.empty(2, n, h, 576, dtype=getattr(torch, dtype)) for n, h in ((32, heads), (4096, 1)))
+        results = torch.empty(*q.shape[:3], 512, dtype=q.dtype), torch.empty(2, heads, 32)
+        return topk_launch(q, k, torch.zeros(2, 32, 1, 2048, dtype=torch.int32), results, 0.04)
     q = torch.empty(BATCH, queries, heads, 576, dtype=getattr(torch, dtype))
     cache = torch.empty(ROWS, page or 4096, 1, 576, dtype=q.dtype)
     if packed:
@@ -68,6 +74,7 @@ def report(row: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {error}"[-300:]}
     facts = {"registers": found.registers, "spills": found.spills, "shared": found.shared, "warnings": found.warnings}
+    facts["copies"] = found.instructions["LDGSTS"]
     return row | facts | {"instructions": {name: n for name, n in found.instructions.items() if "MMA" in name}}
 
 

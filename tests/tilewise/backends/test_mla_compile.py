@@ -27,6 +27,16 @@ ON_90: tuple[dict[str, Any], ...] = (
 SPILLS = {"portable": 4096, "hopper": 500}  # hopper: in the loop over keys only of DeepSeek's fp8 format
 
 
+def test_named_keys() -> None:
+    """Copies of 16 bytes, and products that overlap; one load of a spill is in the loop over keys."""
+    (made,) = reports(MODULE, [{"arch": 90, "heads": 128, "named": True}])
+    assert made["warnings"] == []
+    assert made["spills"] <= 32
+    assert made["shared"] <= tiles.chip(90).shared
+    assert made["instructions"]["HGMMA"] >= 2 * (36 + 4 + 4)
+    assert made["copies"] == 36
+
+
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_fit(arch: int) -> None:
     pytest.importorskip("triton")

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tilewise.backends.common.gpu import INTERPRETER
 from tilewise.sparse.block_attention import _combine, sorted_choices
+from tilewise.sparse.moba import best_before
 from tilewise.sparse.nsa import _block_weights, _gated_sum, _gated_sum_backward
+from tilewise.sparse.packed import _best_blocks
 
 pytestmark = pytest.mark.usefixtures("triton_runs")
 
@@ -48,9 +50,12 @@ def test_combine(weighted: bool, group: int, d: int, most: int) -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "choosers", "group", "d", "dv"), [(2, 2, 3, 8, 6), (1, 2, 1, 16, 16), (2, 2, 16, 20, 8)]
 )
-def test_block_parts(kv_heads: int, choosers: int, group: int, d: int, dv: int) -> None:
+def test_block_parts(
+    kv_heads: int, choosers: int, group: int, d: int, dv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tilewise.backends.common import block_parts
 
+    monkeypatch.setattr(block_parts, "RANGE", 64 if d == 16 else 13)
     starts = torch.tensor([0, 10, 20, 23, 33, 36], dtype=torch.int32)
     chosen = drawn(starts, kv_heads, choosers, 2)
     own = torch.searchsorted(starts, torch.arange(36), right=True) - 1
@@ -131,3 +136,34 @@ def test_gather() -> None:
 
     x, lines = torch.randn(9, 3, 20), torch.randint(0, 9, (31,))
     assert torch.equal(combine_parts.gather(x, lines), x[lines])
+
+
+@pytest.mark.parametrize(("tokens", "choosers", "blocks", "most"), [(7, 3, 5, 2), (40, 1, 33, 8), (3, 2, 100, 15)])
+def test_best_blocks(tokens: int, choosers: int, blocks: int, most: int) -> None:
+    from tilewise.backends.common.best_blocks import best_blocks
+
+    torch.manual_seed(blocks)
+    weight = torch.randn(tokens, choosers, blocks)
+    weight[0, 0, 1], weight[1, 0, 2:4], weight[-1, 0] = -torch.inf, 0.25, -1e-30
+    own = torch.randint(0, blocks + 1, (tokens,))
+    first = torch.minimum(torch.randint(0, blocks, (tokens,)), own)
+    ours = best_blocks(weight, first, own, most)
+    expected = _best_blocks(weight, first, own, most)
+    for slot in range(tokens):  # of equal weights any may be chosen
+        a, b = (x[slot].sort(-1).values for x in (ours, expected))
+        assert torch.equal(a < 0, b < 0)
+        weights = [weight[slot].gather(1, x.clamp(min=0).long()).masked_fill(x < 0, 0.0).sum(1) for x in (a, b)]
+        torch.testing.assert_close(*weights)
+        assert all(len(set(row)) == len(row) for row in (x[x >= 0].tolist() for x in a))
+    assert ours.dtype == torch.int32
+
+
+def test_blocks_by_mean_key() -> None:
+    from tilewise.backends.common.best_blocks import blocks_by_mean_key
+
+    torch.manual_seed(0)
+    q, means = torch.randn(2, 60, 4, 20).bfloat16(), torch.randn(2, 6, 2, 20)
+    ours = blocks_by_mean_key(q, means, 10, 3)
+    scores = torch.einsum("bshgd,bnhd->bshgn", q.double().unflatten(2, (2, 2)), means.double()).flatten(2, 3)
+    expected = best_before(scores, 10, 3)
+    assert torch.equal(ours.sort(-1).values, expected.sort(-1).values)

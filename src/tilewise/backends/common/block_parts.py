@@ -6,7 +6,7 @@ them at a time, with the HEADS query heads of each. The forward stores (out, lse
 choice, and the sums dk and dv of the block.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,8 @@ from .device.structs import ANY_SIZE, LOG2E
 from .launch import INTERPRETED, Launch
 from .shapes import padded, view
 
-SPLITS = 4  # programs of the forward that share a block
+FORWARD_TILE, BACKWARD_TILE = (64, 4, 3), (64, 4, 2)  # rows, warps, stages
+RANGE = 2048  # tokens whose choices of any block the forward computes at about the same time: q is then in L2
 
 
 class ChoiceTensors(NamedTuple):
@@ -87,12 +88,38 @@ def chosen_block(tensors, number, blocks, kv_heads):
     return Chosen(h_kv, first, size, tl.load(tensors.cu_q + line), tl.load(tensors.cu_q + line + 1))
 
 
+@triton.jit(**ANY_SIZE)
+def range_starts_kernel(lines, cu_q, out, segments, ranges, choosers, RANGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The first choice of every block, cu_q[n] to cu_q[n + 1] - 1 in the order of tokens, from each range of tokens on:
+    a binary search."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    segment, least = n // ranges, n % ranges * RANGE
+    exists = segment < segments
+    lo = tl.load(cu_q + segment, mask=exists, other=0)
+    hi = tl.load(cu_q + segment + 1, mask=exists, other=0)
+    for _ in tl.range(0, 31):
+        middle = (lo + hi) // 2
+        line = tl.load(lines + middle, mask=exists & (lo < hi), other=0)
+        is_before = (lo < hi) & (line // choosers < least)
+        hi = tl.where(is_before, hi, middle)
+        lo = tl.where(is_before, middle + 1, lo)
+    tl.store(out + n, lo, mask=exists)
+
+
 @triton.jit
-def choice_rows(tensors, start, end, choosers, CONFIG: tl.constexpr):
+def load_lines(tensors, start, end, CONFIG: tl.constexpr):
+    """The lines of the rows of a tile. They are loaded an iteration ahead: else the loads of queries, which need them,
+    begin after the products."""
+    choice = start + tl.arange(0, CONFIG.QUERIES * CONFIG.HEADS) // CONFIG.HEADS
+    return tl.load(tensors.lines + choice, mask=choice < end, other=0)
+
+
+@triton.jit
+def choice_rows(line, start, end, choosers, CONFIG: tl.constexpr):
     r = tl.arange(0, CONFIG.QUERIES * CONFIG.HEADS)
     choice, g = (start + r // CONFIG.HEADS).to(tl.int64), r % CONFIG.HEADS
     exists = (choice < end) & (g < CONFIG.GROUP)
-    line = tl.load(tensors.lines + choice, mask=exists, other=0).to(tl.int64)
+    line = line.to(tl.int64)
     return ChoiceRows(choice, g, line // choosers, line % choosers * CONFIG.GROUP + g, exists)
 
 
@@ -112,18 +139,22 @@ def load_block(x, block, BLOCK_N: tl.constexpr, D: tl.constexpr, WIDTH: tl.const
 
 @triton.jit(**ANY_SIZE)
 def block_forward_kernel(
-    tensors, out, out_lse, blocks, kv_heads, choosers, count, scale, CONFIG: tl.constexpr, SPLITS: tl.constexpr
+    tensors, range_starts, out, out_lse, blocks, kv_heads, choosers, count, ranges, scale, CONFIG: tl.constexpr
 ):
     pid = tl.program_id(0)
-    block = chosen_block(tensors, pid // SPLITS, blocks, kv_heads)
+    block = chosen_block(tensors, pid % (blocks * kv_heads), blocks, kv_heads)
+    at_range = (block.h_kv * blocks + pid % (blocks * kv_heads) // kv_heads) * ranges + pid // (blocks * kv_heads)
+    begin = tl.load(range_starts + at_range)
+    end = tl.minimum(block.end, tl.load(range_starts + at_range + 1))
     k_tile = load_block(tensors.k, block, CONFIG.BLOCK_N, CONFIG.D, CONFIG.BLOCK_D)
     v_tile = load_block(tensors.v, block, CONFIG.BLOCK_N, CONFIG.DV, CONFIG.BLOCK_DV)
     j = tl.arange(0, CONFIG.BLOCK_N)[None, :]
     d = tl.arange(0, CONFIG.BLOCK_DV)[None, :]
     ROWS: tl.constexpr = CONFIG.QUERIES * CONFIG.HEADS
-    STEP: tl.constexpr = CONFIG.QUERIES * SPLITS
-    for start in tl.range(block.begin + pid % SPLITS * CONFIG.QUERIES, block.end, STEP):
-        at = choice_rows(tensors, start, block.end, choosers, CONFIG)
+    line = load_lines(tensors, begin, end, CONFIG)
+    for start in tl.range(begin, end, CONFIG.QUERIES):
+        next_line = load_lines(tensors, start + CONFIG.QUERIES, end, CONFIG)
+        at = choice_rows(line, start, end, choosers, CONFIG)
         q_tile = load_choices(tensors.q, at, CONFIG.D, CONFIG.BLOCK_D)
         visible = (j < block.size) & (block.first + j <= at.token[:, None])
         s = tl.where(visible, tl.dot(q_tile, tl.trans(k_tile)) * scale, float("-inf"))
@@ -135,6 +166,7 @@ def block_forward_kernel(
         dtype = out.dtype.element_ty
         tl.store(out + row[:, None] * CONFIG.DV + d, acc.to(dtype), mask=at.exists[:, None] & (d < CONFIG.DV))
         tl.store(out_lse + at.g * count + at.choice, m + logsumexp(0.0, l), mask=at.exists)
+        line = next_line
 
 
 @triton.jit
@@ -155,8 +187,10 @@ def block_backward_kernel(tensors, gradients, blocks, kv_heads, choosers, scale,
     dk = tl.full([CONFIG.BLOCK_N, CONFIG.BLOCK_D], 0.0, tl.float32)
     dv = tl.full([CONFIG.BLOCK_N, CONFIG.BLOCK_DV], 0.0, tl.float32)
     d = tl.arange(0, CONFIG.BLOCK_D)[None, :]
+    line = load_lines(tensors, block.begin, block.end, CONFIG)
     for start in tl.range(block.begin, block.end, CONFIG.QUERIES):
-        at = choice_rows(tensors, start, block.end, choosers, CONFIG)
+        next_line = load_lines(tensors, start + CONFIG.QUERIES, block.end, CONFIG)
+        at = choice_rows(line, start, block.end, choosers, CONFIG)
         q_tile = load_choices(tensors.q, at, CONFIG.D, CONFIG.BLOCK_D)
         do_tile = load_choices(gradients.do, at, CONFIG.DV, CONFIG.BLOCK_DV)
         statistic = at.token * (choosers * CONFIG.GROUP) + at.h
@@ -172,6 +206,7 @@ def block_backward_kernel(tensors, gradients, blocks, kv_heads, choosers, scale,
         dq = tl.dot(ds, k_tile)
         row = (at.choice * CONFIG.GROUP + at.g)[:, None] * CONFIG.D + d
         tl.store(gradients.dq + row, dq.to(gradients.dq.dtype.element_ty), mask=at.exists[:, None] & (d < CONFIG.D))
+        line = next_line
     store_block(gradients.dk, block, dk, kv_heads, CONFIG.D, CONFIG.BLOCK_D, CONFIG.BLOCK_N)
     store_block(gradients.dv, block, dv, kv_heads, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.BLOCK_N)
 
@@ -188,24 +223,30 @@ class Choices(NamedTuple):
     scale: float
 
 
-def _config(q: Tensor, v: Tensor, choices: Choices) -> ChoiceConfig:
+def _options(q: Tensor, v: Tensor, choices: Choices, tile: tuple[int, int, int]) -> dict[str, Any]:
     group = q.shape[1] // choices.choosers
     heads = padded(group, 1)
-    rows = 16 if INTERPRETED else 64
+    rows, warps, stages = (16, 4, 1) if INTERPRETED else tile
     sizes = q.shape[2], v.shape[2], padded(q.shape[2]), padded(v.shape[2])
-    return ChoiceConfig(group, heads, max(1, rows // heads), padded(choices.block_size), *sizes)
+    config = ChoiceConfig(group, heads, max(1, rows // heads), padded(choices.block_size), *sizes)
+    return {"CONFIG": config, "num_warps": warps, "num_stages": stages}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, choices: Choices) -> tuple[Tensor, Tensor]:
     """(out, lse) of the choices, (count, G, Dv) and (G, count)."""
     count, kv_heads, blocks = len(choices.lines), k.shape[1], len(choices.starts) - 1
-    config = _config(q, v, choices)
+    options = _options(q, v, choices, FORWARD_TILE)
+    config = options["CONFIG"]
     out = torch.empty((count, config.GROUP, v.shape[2]), dtype=q.dtype, device=q.device)
     lse = torch.empty((config.GROUP, count), dtype=torch.float32, device=q.device)
     tensors = ChoiceTensors(view(q), view(k), view(v), *choices[:3])
-    numbers = blocks, kv_heads, choices.choosers, count, choices.scale
-    options = {"CONFIG": config, "SPLITS": SPLITS, "num_warps": 4, "num_stages": 2}
-    Launch(block_forward_kernel, blocks * kv_heads * SPLITS, (tensors, out, lse, *numbers), options)()
+    ranges, segments = -(-len(q) // RANGE), blocks * kv_heads
+    # the last entry is past the last choice, and the one after a block's last range is where the next block begins
+    range_starts = torch.full((segments * ranges + 1,), count, dtype=torch.int32, device=q.device)
+    search = choices.lines, choices.cu_q, range_starts, segments, ranges, choices.choosers
+    Launch(range_starts_kernel, -(-segments * ranges // 128), search, {"RANGE": RANGE, "BLOCK": 128, "num_warps": 4})()
+    numbers = blocks, kv_heads, choices.choosers, count, ranges, choices.scale
+    Launch(block_forward_kernel, segments * ranges, (tensors, range_starts, out, lse, *numbers), options)()
     return out, lse
 
 
@@ -215,12 +256,12 @@ def backward(
     """(dq of the choices, dk, dv). `saved`: dout, and lse and delta of the merged result."""
     dout, *statistics = saved
     kv_heads, blocks = k.shape[1], len(choices.starts) - 1
-    config = _config(q, v, choices)
+    options = _options(q, v, choices, BACKWARD_TILE)
+    config = options["CONFIG"]
     dq = torch.empty((len(choices.lines), config.GROUP, q.shape[2]), dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))  # tokens past the last block: 0
     tensors = ChoiceTensors(view(q), view(k), view(v), *choices[:3])
     gradients = ChoiceGradients(view(dout), *statistics, dq, dk, dv)
     numbers = blocks, kv_heads, choices.choosers, choices.scale
-    options = {"CONFIG": config, "num_warps": 4, "num_stages": 2}
     Launch(block_backward_kernel, blocks * kv_heads, (tensors, gradients, *numbers), options)()
     return dq, dk, dv

@@ -66,21 +66,21 @@ HOPPER: Table = {
         256: Tile(32, 128, 8, 2, apart=True),
         512: Tile(16, 16, 8, 1),
     },
-    ("jvp", 2): {  # the largest that do not spill; not timed
-        64: Tile(64, 64, 4, 2),
-        128: Tile(64, 32, 4, 2),
+    ("jvp", 2): {  # from 256 on the largest that do not spill, not timed
+        64: Tile(64, 64, 4, 3),  # 478 TFLOP/s (full, 2k; H200); 128x128x8 407, 2 stages 395, 128x64x8 304
+        128: Tile(128, 64, 8, 2),  # 455; 128x32x8 with 3 stages 438, 64x32x4 408
         256: Tile(128, 16, 8, 2),  # 128x32x8 spills 132 bytes, 64x32x4 with 2 stages 248
         512: Tile(16, 16, 8, 1, chunk=64),  # q and its movement alone would fill the registers
     },
-    ("hvp query", 2): {  # four tiles of scores at once; the largest that do not spill, not timed
-        64: Tile(64, 64, 4, 2),
-        128: Tile(64, 32, 4, 2),
+    ("hvp query", 2): {  # four tiles of scores at once; from 256 on the largest that do not spill, not timed
+        64: Tile(64, 64, 4, 2),  # 498; 64x32x4 with 3 stages 486, 128x64x8 392, 3 stages 385
+        128: Tile(128, 64, 8, 2),  # 553; 128x32x8 with 3 stages 492, 64x32x4 465
         256: Tile(32, 32, 8, 1, chunk=64),  # 64x32x8 spills 252 bytes, and whole rows 384 and more
         512: Tile(16, 16, 8, 1, chunk=64),
     },
     ("hvp key", 2): {
-        64: Tile(32, 64, 4, 2),
-        128: Tile(32, 128, 8, 2),
+        64: Tile(32, 64, 4, 3),  # 394; 64x128x8 371, 2 stages 347, 32x128x8 271
+        128: Tile(32, 128, 8, 2),  # 141; 16x128x8 with 3 stages 135
         256: Tile(16, 32, 8, 1, apart=True, chunk=64),  # 16x64x8 spills 292 bytes
         512: Tile(16, 16, 8, 1, apart=True, chunk=64),
     },

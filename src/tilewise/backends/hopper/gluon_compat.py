@@ -9,6 +9,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -18,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+copy_async = async_copy.async_copy_global_to_shared
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -42,6 +44,13 @@ def arrive(bar):
     as they are after a wgmma wait.
     """
     mbarrier.expect(bar, 0)
+
+
+@gluon.jit
+def arrive_copied(bar):
+    """Every thread of the partition arrives at an mbarrier once the `copy_async` that it has issued are complete. Their
+    shared memory is then there for wgmma."""
+    async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit

@@ -66,7 +66,7 @@ from .pipeline import allocate_tiles, make_mbarriers, phase, stage_tile
 
 class HopperLatentConfig(NamedTuple):
     """What the kernel is compiled for. BOX: rows of a TMA box, which lies within one page. FLAG_NAN, PACKED: as in
-    `LatentConfig`. LARGE_SCORES, FIXED_SPLIT, MERGE_PREFIX: as in `DecodeConfig`."""
+    `LatentConfig`. LARGE_SCORES, FIXED_SPLIT, MERGE_PREFIX: as in `DecodeConfig`. NAMED: as in `HopperTopkConfig`."""
 
     GROUP: int
     D: int
@@ -80,6 +80,7 @@ class HopperLatentConfig(NamedTuple):
     LARGE_SCORES: bool = False
     FIXED_SPLIT: bool = False
     MERGE_PREFIX: bool = False
+    NAMED: bool = False
 
 
 @gluon.constexpr_function
@@ -174,10 +175,14 @@ def other_values_done(shared, acc, use, WG: gl.constexpr):
 
 
 @gluon.jit
-def own_softmax(s, m, l, part, first, params, CONFIG: gl.constexpr):
+def own_softmax(shared, s, state, part, use, params, CONFIG: gl.constexpr):
     """(p, alpha, m, l) after a tile of scores."""
+    m, l = state
     scale_log2 = log2_scale(params.scale, True)
-    s = mask_latent(s, part, first, params, CONFIG)
+    if CONFIG.NAMED:
+        s += shared.seen.index(use % 2).load(gl.SliceLayout(0, score_layout()))[None, :]
+    else:
+        s = mask_latent(s, part, part.lo + use * LATENT_KEYS, params, CONFIG)
     m_new = gl.maximum(m, row_max(s) * scale_log2)
     pivot = finite_max(m_new)
     p = gl.exp2(s * scale_log2 - pivot[:, None])
@@ -237,7 +242,7 @@ def attend_latent_keys(shared, q_rest, part, params, WG: gl.constexpr, CONFIG: g
     l = gl.full([LATENT_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     if WG == 0:
         s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, gl.to_tensor(0)),))
-        p, alpha, m, l = own_softmax(s, m, l, part, part.lo, params, CONFIG)
+        p, alpha, m, l = own_softmax(shared, s, (m, l), part, gl.to_tensor(0), params, CONFIG)
         p = downcast(p, DTYPE)
         hand_over(shared, p, m, WG)
         acc = own_values(shared, acc, p, alpha, gl.to_tensor(0), WG)
@@ -250,7 +255,7 @@ def attend_latent_keys(shared, q_rest, part, params, WG: gl.constexpr, CONFIG: g
             acc, m, l = issue_other_values(shared, (acc, m, l), j - 1, WG)
             acc = other_values_done(shared, acc, j - 1, WG)
             s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, j),))
-        p, alpha, m, l = own_softmax(s, m, l, part, part.lo + j * LATENT_KEYS, params, CONFIG)
+        p, alpha, m, l = own_softmax(shared, s, (m, l), part, j, params, CONFIG)
         p = downcast(p, DTYPE)
         hand_over(shared, p, m, WG)
         if WG == 1:
@@ -269,21 +274,58 @@ def store_latent(acc, m, l, part, buffers, params, WG: gl.constexpr, CONFIG: gl.
     m = gl.convert_layout(m, ROWS_LAYOUT, assert_trivial=True)
     l = gl.convert_layout(l, ROWS_LAYOUT, assert_trivial=True)
     out = acc / gl.where(l == 0.0, 1.0, l)[:, None]
-    partials = partials_of(buffers.workspace, params.sizes, CONFIG.DV)
-    if CONFIG.FLAG_NAN:
-        sums = gl.sum(out, 1)
-        bad = sums != sums
-        gl.store(partials.flags + gl.program_id(0) + bad.to(gl.int32) * 0, bad.to(gl.float32), mask=bad)
     partial = Partial(out, row_logsumexp(m, l, None), l)
     zero = unknown_zero(part)
     r = gl.arange(0, LATENT_ROWS, ROWS_LAYOUT) + zero
     d = (WG * HALF_LATENT + gl.arange(0, HALF_LATENT, gl.SliceLayout(0, output_layout())) + zero)[None, :]
-    if part.is_whole:
-        at = tile_rows(part.item, part.head, r, None, CONFIG.GROUP)
+    at = tile_rows(part.item, part.head, r, None, CONFIG.GROUP)
+    if CONFIG.NAMED:
         store_rows(buffers, partial, part.item, at, d, params.sinks, params.sizes.batch, CONFIG)
     else:
-        slot = slot_of(partials, part.number, part.item_number, 0, part.head, CONFIG)
-        store_partial(rows_of_partial(partials, slot, r, d, CONFIG.DV), partial, CONFIG.LARGE_SCORES)
+        partials = partials_of(buffers.workspace, params.sizes, CONFIG.DV)
+        if CONFIG.FLAG_NAN:
+            sums = gl.sum(out, 1)
+            bad = sums != sums
+            gl.store(partials.flags + gl.program_id(0) + bad.to(gl.int32) * 0, bad.to(gl.float32), mask=bad)
+        if part.is_whole:
+            store_rows(buffers, partial, part.item, at, d, params.sinks, params.sizes.batch, CONFIG)
+        else:
+            slot = slot_of(partials, part.number, part.item_number, 0, part.head, CONFIG)
+            store_partial(rows_of_partial(partials, slot, r, d, CONFIG.DV), partial, CONFIG.LARGE_SCORES)
+
+
+@gluon.jit
+def latent_shared(keys, COPIES: gl.constexpr):
+    """Shared memory of a program with the tiles `keys`. COPIES: threads whose copies fill them; 0: TMA or stores do."""
+    DTYPE: gl.constexpr = keys[0].dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    m = gl.allocate_shared_memory(gl.float32, [2, LATENT_ROWS], ROW)
+    seen = m
+    if COPIES > 0:
+        seen = gl.allocate_shared_memory(gl.float32, [2, LATENT_KEYS], ROW)
+    return LatentShared(
+        gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, HALF_LATENT], TILE),
+        keys,
+        (make_mbarriers(2, COPIES if COPIES > 0 else 1), make_mbarriers(2, COPIES + 1)),
+        (make_mbarriers(2, 1), make_mbarriers(2, 1)),
+        gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, LATENT_KEYS], TILE),
+        m,
+        make_mbarriers(2, 1),
+        gl.allocate_shared_memory(gl.float32, [2, LATENT_ROWS], ROW),
+        make_mbarriers(1, 2),
+        make_mbarriers(1, 2),
+        seen,
+    )
+
+
+@gluon.jit
+def latent_tiles(DTYPE: gl.constexpr):
+    """Two tiles of keys for producers that do not use TMA."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    left = gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, HALF_LATENT], TILE)
+    right = gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, HALF_LATENT], TILE)
+    return left, right, gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, REST_COLUMNS], TILE)
 
 
 @gluon.jit(do_not_specialize=[*RUNTIME_SIZES, "page_stride"])
@@ -313,26 +355,11 @@ def hopper_mla_kernel(
 ):
     BOXES: gl.constexpr = LATENT_KEYS // CONFIG.BOX
     DTYPE: gl.constexpr = q.ptr.dtype.element_ty
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if not CONFIG.PACKED:
         keys = (allocate_tiles(k_wide, 2, BOXES), allocate_tiles(k_wide, 2, BOXES), allocate_tiles(k_rest, 2, BOXES))
     else:
-        left = gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, HALF_LATENT], TILE)
-        right = gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, HALF_LATENT], TILE)
-        keys = (left, right, gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, REST_COLUMNS], TILE))
-    shared = LatentShared(
-        gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, HALF_LATENT], TILE),
-        keys,
-        (make_mbarriers(2, 1), make_mbarriers(2, 1)),
-        (make_mbarriers(2, 1), make_mbarriers(2, 1)),
-        gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, LATENT_KEYS], TILE),
-        gl.allocate_shared_memory(gl.float32, [2, LATENT_ROWS], ROW),
-        make_mbarriers(2, 1),
-        gl.allocate_shared_memory(gl.float32, [2, LATENT_ROWS], ROW),
-        make_mbarriers(1, 2),
-        make_mbarriers(1, 2),
-    )
+        keys = latent_tiles(DTYPE)
+    shared = latent_shared(keys, 0)
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()

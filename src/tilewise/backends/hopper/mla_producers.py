@@ -1,5 +1,6 @@
-"""What the warps of the Hopper kernel of MLA share, and its producers: TMA loads by one warp, or, of DeepSeek's fp8
-format, four warps that write tokens of 656 bytes to shared memory as bfloat16.
+"""What the warps of the Hopper kernels of MLA share, and their producers: TMA loads by one warp; of DeepSeek's fp8
+format, four warps that write tokens of 656 bytes to shared memory as bfloat16; of named keys, warps that copy them with
+cp.async.
 """
 
 from typing import NamedTuple
@@ -10,10 +11,12 @@ import triton.language as tl
 from ..common.device.tile_range import clamp
 from ..common.kv.cache_tiles import pages_of
 from ..common.kv.decode import visible_keys
-from ..common.kv.schedule import load_item, load_split, split_record
+from ..common.kv.schedule import WorkItem, load_item, load_split, split_record
 from .gluon_compat import (
     arrive,
+    arrive_copied,
     barrier,
+    copy_async,
     downcast,
     fence_async_shared,
     gl,
@@ -52,10 +55,21 @@ class LatentParams(NamedTuple):
     sinks: tl.tuple
 
 
+class NamedKeys(NamedTuple):
+    """The keys that queries name: indices (batch, queries, KV heads, count), contiguous; and the numbers of queries and
+    of keys. What is not 0 to n_k - 1 names none."""
+
+    indices: tl.tensor
+    n_q: tl.tensor
+    n_k: tl.tensor
+    count: tl.tensor
+
+
 class LatentShared(NamedTuple):
     """All of shared memory. `k`: columns 0 to 255, 256 to 511 and 512 to 575 of two tiles of keys; `full` and `empty`
     of the first, and of the other two. `m`: the maximum that was subtracted in P of each warpgroup; `l`: row sums of
-    each warpgroup. `q_ready` and `done`: of both warpgroups."""
+    each warpgroup. `q_ready` and `done`: of both warpgroups. `seen`: of two tiles of named keys, 0 for a key and -inf
+    for none; else not used."""
 
     q: gl.shared_memory_descriptor
     k: tuple[gl.shared_memory_descriptor, ...]
@@ -67,6 +81,7 @@ class LatentShared(NamedTuple):
     l: gl.shared_memory_descriptor
     q_ready: gl.shared_memory_descriptor
     done: gl.shared_memory_descriptor
+    seen: gl.shared_memory_descriptor
 
 
 class LatentSplit(NamedTuple):
@@ -86,17 +101,34 @@ class LatentSplit(NamedTuple):
 @triton.jit
 def split_of_program(schedule, params, CONFIG: tl.constexpr):
     program = tl.program_id(0)
-    number = program // CONFIG.KV_HEADS
-    record = split_record(schedule, number)
-    item = load_item(record)
-    split = load_split(record)
-    _first_key, hi = visible_keys(item, None, params.after, CONFIG)
-    lo = (item.first_chunk + split.chunk) * params.chunk_size
-    hi = tl.minimum(hi, (item.first_chunk + split.stop) * params.chunk_size)
-    tiles = tl.maximum((hi - lo + LATENT_KEYS - 1) // LATENT_KEYS, 1)
-    tiles = tl.where(split.chunk < split.stop, tiles, 0)
-    is_whole = (split.chunk == 0) & (split.stop == item.num_chunks)
-    return LatentSplit(number, item, split.item, program % CONFIG.KV_HEADS, lo, hi, tiles, is_whole)
+    if CONFIG.NAMED:
+        return query_of_program(program, params.tokens, CONFIG)
+    else:
+        number = program // CONFIG.KV_HEADS
+        record = split_record(schedule, number)
+        item = load_item(record)
+        split = load_split(record)
+        _first_key, hi = visible_keys(item, None, params.after, CONFIG)
+        lo = (item.first_chunk + split.chunk) * params.chunk_size
+        hi = tl.minimum(hi, (item.first_chunk + split.stop) * params.chunk_size)
+        tiles = tl.maximum((hi - lo + LATENT_KEYS - 1) // LATENT_KEYS, 1)
+        tiles = tl.where(split.chunk < split.stop, tiles, 0)
+        is_whole = (split.chunk == 0) & (split.stop == item.num_chunks)
+        return LatentSplit(number, item, split.item, program % CONFIG.KV_HEADS, lo, hi, tiles, is_whole)
+
+
+@triton.jit
+def query_of_program(program, keys, CONFIG: tl.constexpr):
+    """One query with the keys that it names: a work item of up to LATENT_ROWS of its heads."""
+    TILES: tl.constexpr = (CONFIG.GROUP + LATENT_ROWS - 1) // LATENT_ROWS
+    line = program // TILES
+    head = line % CONFIG.KV_HEADS
+    query = line // CONFIG.KV_HEADS
+    b, i = query // keys.n_q, query % keys.n_q
+    zero = program * 0
+    item = WorkItem(b, program % TILES * LATENT_ROWS, i, zero + 1, keys.n_k, zero, zero, zero)
+    tiles = (keys.count + LATENT_KEYS - 1) // LATENT_KEYS
+    return LatentSplit(line, item, line, head, zero, keys.count, tiles, tiles > 0)
 
 
 @gluon.jit
@@ -258,3 +290,46 @@ def publish(bar):
     fence_async_shared()
     barrier()
     arrive(bar)
+
+
+@gluon.jit
+def named_tile(keys, part, first, LAYOUT: gl.constexpr):
+    """The indices of a tile of named keys from number `first` on."""
+    n = first + gl.arange(0, LATENT_KEYS, gl.SliceLayout(1, LAYOUT))
+    line = part.number.to(gl.int64) * keys.count
+    return gl.load(keys.indices + line + n, mask=n < keys.count, other=-1)
+
+
+@gluon.jit
+def copy_columns(tile, k, rows, seen, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Issues the copies of COUNT columns from FIRST on, 64 at a time; keys that are none become 0."""
+    c = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    for n in gl.static_range(COUNT // 64):
+        at = k + (rows[:, None] + (FIRST + n * 64 + c)[None, :])
+        copy_async(tile.slice(n * 64, 64, dim=1), at, mask=seen[:, None])
+
+
+@gluon.jit
+def produce_named(shared, k, params, CONFIG: gl.constexpr):
+    """Producer warps: gather the keys that a query names. Indices are loaded a tile ahead."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    part = split_of_program(None, params, CONFIG)
+    keys = params.tokens
+    base = k.ptr + part.item.b.to(gl.int64) * k.strides[0] + part.head.to(gl.int64) * k.strides[2]
+    later = named_tile(keys, part, 0, LAYOUT)
+    for j in range(part.tiles):
+        index = later
+        later = named_tile(keys, part, (j + 1) * LATENT_KEYS, LAYOUT)
+        seen = (index >= 0) & (index < keys.n_k)
+        rows = gl.where(seen, index, 0).to(gl.int64) * k.strides[1]
+        stage = j % 2
+        mbarrier.wait(shared.empty[0].index(stage), phase(j, 2) ^ 1)
+        copy_columns(shared.k[0].index(stage), base, rows, seen, 0, HALF_LATENT, LAYOUT)
+        arrive_copied(shared.full[0].index(stage))
+        mbarrier.wait(shared.empty[1].index(stage), phase(j, 2) ^ 1)
+        copy_columns(shared.k[1].index(stage), base, rows, seen, HALF_LATENT, HALF_LATENT, LAYOUT)
+        copy_columns(shared.k[2].index(stage), base, rows, seen, 2 * HALF_LATENT, REST_COLUMNS, LAYOUT)
+        shared.seen.index(stage).store(gl.where(seen, 0.0, float("-inf")))
+        barrier()
+        arrive(shared.full[1].index(stage))
+        arrive_copied(shared.full[1].index(stage))
