@@ -21,6 +21,7 @@ from typing import NamedTuple
 from ..common.device.score import times_derivative
 from ..common.device.tile_range import block_at
 from .backward_halves import attend_in_halves
+from .backward_passes import attend_keys, attend_values
 from .backward_tiles import (
     Inputs,
     KeyRows,
@@ -36,6 +37,7 @@ from .backward_tiles import (
     make_row_pipeline,
     next_block,
     num_blocks,
+    num_visits,
     produce,
     query_range,
 )
@@ -186,10 +188,19 @@ def attend_block(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.c
 
 @gluon.jit
 def attend_next(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.constexpr, CONFIG: gl.constexpr):
-    if CONFIG.IN_HALVES:
+    if CONFIG.TWO_PASSES:
+        return attend_keys(shared, acc, keys, block, params, WG, FIRST, CONFIG)
+    elif CONFIG.IN_HALVES:
         return attend_in_halves(shared, acc, keys, block, params, WG, FIRST, CONFIG)
     else:
         return attend_block(shared, acc, keys, block, params, WG, FIRST, CONFIG)
+
+
+@gluon.jit
+def key_rows(w, t, v, params, WG: gl.constexpr):
+    """This warpgroup's half of the key tile w."""
+    diagonal = w.first + 64 * WG + opaque(w.n_q) - opaque(w.n_k)
+    return KeyRows(w, diagonal, w.n_k - w.first - 64 * WG, t, v, sequence_word(w, params.terms))
 
 
 @gluon.jit
@@ -200,10 +211,8 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     dk, dv = grads
     n, t = progress
     end = n + num_blocks(queries, CONFIG)
-    diagonal = w.first + 64 * WG + opaque(w.n_q) - opaque(w.n_k)
-    left = w.n_k - w.first - 64 * WG
     v = loaded_operands(shared.kv.v, WG, BLOCK_M) if CONFIG.V_IN_REGISTERS else ()
-    keys = KeyRows(w, diagonal, left, t, v, sequence_word(w, params.terms))
+    keys = key_rows(w, t, v, params, WG)
     place = queries.start
     i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
     g = gl.to_tensor(0)
@@ -236,9 +245,37 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
         dq = warpgroup_mma_wait(0, deps=(issue_dq(shared, old, zero, 1, WG, CONFIG),))
     bar_arrive_dynamic(DS_READ + WG * 2 + cur, 256)
     bar_sync_dynamic(DS_READ + (1 - WG) * 2 + cur, 256)
-    arrive(shared.kv.empty.index(0))  # before this the other warpgroup cannot start the next tile and arrive again
+    if not CONFIG.TWO_PASSES:
+        arrive(shared.kv.empty.index(0))  # before this the other warpgroup cannot start the next tile and arrive again
     add_dq(dq, shared.staging, params.outputs.dq_acc, tile, end - 1, PIECES - 1, WG, CONFIG)
     return dk, dv
+
+
+@gluon.jit
+def store_dk(dk, w, staging, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Stores dK of this warpgroup's half of the key tile w, or its part of it."""
+    outputs = params.outputs
+    if outputs.flag is not None:
+        flag_nonfinite(outputs.flag, dk)
+    if CONFIG.SPLIT:
+        store_key_part(outputs.dk_parts, dk, part_tile(w, params) + WG, 0, CONFIG.D)
+    else:
+        tokens = Tokens(w.b, w.h, w.k0, w.n_k)
+        store_parts(outputs.dk, scaled(dk, params.scale), staging.dk, tokens, w.first + 64 * WG, WG)
+
+
+@gluon.jit
+def store_dv(dv, w, staging, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """The same for dV."""
+    outputs = params.outputs
+    if outputs.flag is not None:
+        flag_nonfinite(outputs.flag, dv)
+    if params.terms.seed is not None:
+        dv = scaled(dv, params.terms.rescale)
+    if CONFIG.SPLIT:
+        store_key_part(outputs.dv_parts, dv, part_tile(w, params) + WG, 0, CONFIG.DV)
+    else:
+        store_parts(outputs.dv, dv, staging.dv, Tokens(w.b, w.h, w.k0, w.n_k), w.first + 64 * WG, WG)
 
 
 @gluon.jit
@@ -247,7 +284,6 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     D: gl.constexpr = CONFIG.D
     DV: gl.constexpr = CONFIG.DV
     PACKED: gl.constexpr = params.cu_q is not None
-    outputs = params.outputs
     staging = shared.staging
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
@@ -255,31 +291,29 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     while w.first >= 0:
         queries = query_range(w, params, CONFIG)
         dk = zero_acc(D)
-        dv = zero_acc(DV)
+        dv = () if CONFIG.TWO_PASSES else zero_acc(DV)
         mbarrier.wait(shared.kv.full.index(0), phase(t, 1))
         if queries.hi > queries.lo:
             dk, dv = attend_tile(shared, (dk, dv), w, queries, Progress(n, t), params, WG, CONFIG)
         else:
             arrive(shared.kv.empty.index(0))
             tma.store_wait(0)
-        if outputs.flag is not None:
-            flag_nonfinite(outputs.flag, dk)
-            flag_nonfinite(outputs.flag, dv)
-        n = opaque(n + num_blocks(queries, CONFIG))  # the compiler may not derive its parity
-        w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)  # not kept in registers meanwhile
-        tokens = Tokens(w.b, w.h, w.k0, w.n_k)
-        if params.terms.seed is not None:
-            dv = scaled(dv, params.terms.rescale)
-        if CONFIG.SPLIT:
-            tile = part_tile(w, params) + WG
-            store_key_part(outputs.dk_parts, dk, tile, 0, D)
-            store_key_part(outputs.dv_parts, dv, tile, 0, DV)
-        else:
-            first = w.first + 64 * WG
-            store_parts(outputs.dk, scaled(dk, params.scale), staging.dk, tokens, first, WG)
-            if CONFIG.DQ_BY_TMA:
-                mbarrier.wait(staging.dq_empty.index(0 if CONFIG.DETERMINISTIC else WG), phase(n - 1, 1))
-            store_parts(outputs.dv, dv, staging.dv, tokens, first, WG)
+        if CONFIG.TWO_PASSES:
+            w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)  # not kept in registers meanwhile
+            store_dk(dk, w, staging, params, WG, CONFIG)
+            queries = query_range(w, params, CONFIG)
+            dv = zero_acc(DV)
+            if queries.hi > queries.lo:
+                keys = key_rows(w, t, (), params, WG)
+                dv = attend_values(shared, dv, keys, queries, n + num_blocks(queries, CONFIG), params, WG, CONFIG)
+            tma.store_wait(0)  # dK has left
+        n = opaque(n + num_visits(queries, CONFIG))  # the compiler may not derive its parity
+        w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)
+        if not CONFIG.TWO_PASSES:
+            store_dk(dk, w, staging, params, WG, CONFIG)
+        if CONFIG.DQ_BY_TMA and not CONFIG.SPLIT:
+            mbarrier.wait(staging.dq_empty.index(0 if CONFIG.DETERMINISTIC else WG), phase(n - 1, 1))
+        store_dv(dv, w, staging, params, WG, CONFIG)
         release_tile_info(tile_info, t)
         t += 1
         w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
@@ -293,9 +327,13 @@ def specialize_warps(inputs, params, CONFIG: gl.constexpr):
     DTYPE: gl.constexpr = inputs.q[0].dtype
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     dq_layout: gl.constexpr = params.outputs.dq_acc_desc.layout
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_layout)
     dk_tiles = reinterpret_parts(ds_tiles, params.outputs.dk, 4 * 64 * BLOCK_M)
-    dv_tiles = reinterpret_parts(dq_tiles, params.outputs.dv, 4 * 64 * 64)
+    if CONFIG.TWO_PASSES:
+        dq_tiles = ds_tiles
+        dv_tiles = reinterpret_parts(ds_tiles, params.outputs.dv, 4 * 64 * BLOCK_M)
+    else:
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_layout)
+        dv_tiles = reinterpret_parts(dq_tiles, params.outputs.dv, 4 * 64 * 64)
     # The compiler would give the memory of an unused mbarrier to a tile (emulator.machine, _check_barriers).
     dq_empty = make_mbarriers(1 if CONFIG.DETERMINISTIC else 2, 1) if CONFIG.DQ_BY_TMA else ds_tiles
     staging = Staging(ds_tiles, dq_tiles, dk_tiles, dv_tiles, dq_empty)

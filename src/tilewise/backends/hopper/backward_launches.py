@@ -1,5 +1,6 @@
 """From tensors to the launches of the Hopper backward: preprocess; dK, dV and the sums of dQ; postprocess."""
 
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -156,7 +157,7 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
     return BackwardConfig(
         d,
         dv,
-        dq_pieces(d, by_rows=tile.block_m == 128),
+        dq_pieces(d, by_rows=tile.block_m == 128, by_part=TWO_PASSES and BY_PART),
         tile.block_m,
         tile.block_n,
         GROUP=request.q.shape[-2] // request.k.shape[-2],
@@ -165,14 +166,19 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
         HAS_TERMS=has_terms,
         FOLD_SCALE=fold_scale,
         SCORES_FIRST=has_terms and sum(d) > 64,
-        IN_HALVES=sum(d) > 128 and not wide,
+        IN_HALVES=sum(d) > 128 and not wide and not TWO_PASSES,
+        TWO_PASSES=sum(d) > 128 and not wide and TWO_PASSES,
         V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain,  # with terms 172 bytes would spill
         WIDE=wide,
         SPLIT=space.split is not None,
     )
 
 
-def dq_pieces(parts: tuple[int, ...], *, by_rows: bool) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+TWO_PASSES = os.environ.get("TWO_PASSES", "1") == "1"
+BY_PART = os.environ.get("BY_PART", "0") == "1"
+
+
+def dq_pieces(parts: tuple[int, ...], *, by_rows: bool, by_part: bool = False) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """See BackwardConfig.DQ_PIECES. At most 64 columns at a time, whose registers there are; of 64 and fewer, each
     warpgroup takes a part: a product of few columns reads as much of dS as one of many.
 
@@ -183,7 +189,7 @@ def dq_pieces(parts: tuple[int, ...], *, by_rows: bool) -> tuple[tuple[tuple[int
     """
     if by_rows:
         return tuple(((0, 0, parts[0]),) for _ in range(2))
-    if sum(parts) < 128 and len(parts) == 2:
+    if (sum(parts) < 128 or by_part) and len(parts) == 2:
         return tuple(((i, 0, width),) for i, width in enumerate(parts))
     halves = [
         [
