@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ..common.device.score import times_derivative
 from ..common.device.tile_range import block_at
 from .backward_halves import attend_in_halves
-from .backward_passes import attend_keys, attend_values
+from .backward_passes import attend_keys, attend_values, fence_ds, wait_ds
 from .backward_tiles import (
     Inputs,
     KeyRows,
@@ -56,6 +56,7 @@ from .column_parts import (
     store_parts,
     wait_parts,
     zero_acc,
+    zero_part,
 )
 from .dq_accumulation import DS_READ, DS_STORED, add_dq, issue_dq, reduce_dq
 from .dropout import downcast_weights, score_gradients, sequence_word, with_signs
@@ -213,6 +214,8 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     end = n + num_blocks(queries, CONFIG)
     v = loaded_operands(shared.kv.v, WG, BLOCK_M) if CONFIG.V_IN_REGISTERS else ()
     keys = key_rows(w, t, v, params, WG)
+    if CONFIG.FENCE_WARP:
+        keys = KeyRows(keys.work, keys.diagonal, keys.left, t, v, n // 2)
     place = queries.start
     i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
     g = gl.to_tensor(0)
@@ -221,13 +224,14 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     zero = opaque(gl.to_tensor(0))
     q = parts_at(shared.q.tiles, (n & 1) + zero)
     s = issue_abt(parts_at(shared.kv.k, WG + zero), half_rows(q, 0) if CONFIG.IN_HALVES else q)
-    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, n + 1 < end, 0)
+    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, CONFIG.TWO_PASSES or n + 1 < end, 0)
     s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, True, CONFIG)
     for m in range(n + 1, end):
         tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
         place, g = next_block(queries, place, g, CONFIG)
         i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
-        block = QueryBlock(m, h + g, i0, is_edge(queries, i0, CONFIG), has_mask_mod, m + 1 < end, tile)
+        has_next = CONFIG.TWO_PASSES or m + 1 < end
+        block = QueryBlock(m, h + g, i0, is_edge(queries, i0, CONFIG), has_mask_mod, has_next, tile)
         s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, False, CONFIG)
     tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
 
@@ -235,10 +239,10 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     cur = end & 1
     old = cur ^ 1
     s = warpgroup_mma_wait(0, deps=(s,))
-    arrive(shared.q.empty.index(old))
+    if not CONFIG.TWO_PASSES:
+        arrive(shared.q.empty.index(old))
     bar_sync_dynamic(DS_READ + (1 - WG) * 2 + old, 256)
-    bar_sync_dynamic(DS_STORED + (1 - WG) * 2 + old, 256)
-    fence_async_shared()
+    wait_ds(shared, end - 1, keys, WG, CONFIG)
     dq = warpgroup_mma_wait(0, deps=(issue_dq(shared, old, zero, 0, WG, CONFIG),))
     if PIECES == 2:
         add_dq(dq, shared.staging, params.outputs.dq_acc, tile, end - 1, 0, WG, CONFIG)
@@ -248,7 +252,7 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     if not CONFIG.TWO_PASSES:
         arrive(shared.kv.empty.index(0))  # before this the other warpgroup cannot start the next tile and arrive again
     add_dq(dq, shared.staging, params.outputs.dq_acc, tile, end - 1, PIECES - 1, WG, CONFIG)
-    return dk, dv
+    return dk, ((s,) if CONFIG.TWO_PASSES else dv)
 
 
 @gluon.jit
@@ -291,7 +295,8 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     while w.first >= 0:
         queries = query_range(w, params, CONFIG)
         dk = zero_acc(D)
-        dv = () if CONFIG.TWO_PASSES else zero_acc(DV)
+        # in two passes: S of the first block of the second one
+        dv = (zero_part(CONFIG.BLOCK_M),) if CONFIG.TWO_PASSES else zero_acc(DV)
         mbarrier.wait(shared.kv.full.index(0), phase(t, 1))
         if queries.hi > queries.lo:
             dk, dv = attend_tile(shared, (dk, dv), w, queries, Progress(n, t), params, WG, CONFIG)
@@ -302,10 +307,11 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
             w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)  # not kept in registers meanwhile
             store_dk(dk, w, staging, params, WG, CONFIG)
             queries = query_range(w, params, CONFIG)
+            s = dv[0]
             dv = zero_acc(DV)
             if queries.hi > queries.lo:
                 keys = key_rows(w, t, (), params, WG)
-                dv = attend_values(shared, dv, keys, queries, n + num_blocks(queries, CONFIG), params, WG, CONFIG)
+                dv = attend_values(shared, (s, dv), keys, queries, n + num_blocks(queries, CONFIG), params, WG, CONFIG)
             tma.store_wait(0)  # dK has left
         n = opaque(n + num_visits(queries, CONFIG))  # the compiler may not derive its parity
         w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)
@@ -335,11 +341,11 @@ def specialize_warps(inputs, params, CONFIG: gl.constexpr):
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_layout)
         dv_tiles = reinterpret_parts(dq_tiles, params.outputs.dv, 4 * 64 * 64)
     # The compiler would give the memory of an unused mbarrier to a tile (emulator.machine, _check_barriers).
-    dq_empty = make_mbarriers(1 if CONFIG.DETERMINISTIC else 2, 1) if CONFIG.DQ_BY_TMA else ds_tiles
+    dq_empty = make_mbarriers(1 if CONFIG.DETERMINISTIC else 2, 1) if CONFIG.DQ_BY_TMA else make_mbarriers(2, 1) if CONFIG.FENCE_WARP else ds_tiles
     staging = Staging(ds_tiles, dq_tiles, dk_tiles, dv_tiles, dq_empty)
     kv = make_kv_tile(inputs.k, inputs.v, 2)
     shared = Shared(kv, make_row_pipeline(inputs.q, inputs.lse2), make_row_pipeline(inputs.do, inputs.delta), staging)
-    tile_info = make_tile_info(4 if CONFIG.DQ_BY_TMA else 2)
+    tile_info = make_tile_info(4 if CONFIG.DQ_BY_TMA else 3 if CONFIG.FENCE_WARP else 2)
     fence_async_shared()
     gdc_launch_dependents()
     if CONFIG.DQ_BY_TMA:
@@ -353,6 +359,17 @@ def specialize_warps(inputs, params, CONFIG: gl.constexpr):
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],
+        )
+    elif CONFIG.FENCE_WARP:
+        gl.warp_specialize(
+            [
+                (consume, (shared, tile_info, params, 0, CONFIG)),
+                (consume, (shared, tile_info, params, 1, CONFIG)),
+                (produce, (shared, inputs, tile_info, params, CONFIG)),
+                (fence_ds, (staging, tile_info, params, CONFIG)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
         )
     else:
         gl.warp_specialize(

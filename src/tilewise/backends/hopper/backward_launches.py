@@ -168,6 +168,9 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
         SCORES_FIRST=has_terms and sum(d) > 64,
         IN_HALVES=sum(d) > 128 and not wide and not TWO_PASSES,
         TWO_PASSES=sum(d) > 128 and not wide and TWO_PASSES,
+        FENCE_WARP=sum(d) > 128 and not wide and TWO_PASSES and FENCE_WARP,
+        NO_FENCE=NO_FENCE,
+        NO_ADD=NO_ADD,
         V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain,  # with terms 172 bytes would spill
         WIDE=wide,
         SPLIT=space.split is not None,
@@ -175,6 +178,9 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
 
 
 TWO_PASSES = os.environ.get("TWO_PASSES", "1") == "1"
+FENCE_WARP = os.environ.get("FENCE_WARP", "0") == "1"
+NO_FENCE = os.environ.get("NO_FENCE", "0") == "1"
+NO_ADD = os.environ.get("NO_ADD", "0") == "1"
 BY_PART = os.environ.get("BY_PART", "0") == "1"
 
 

@@ -10,7 +10,7 @@ its own 64, and so for half of the sums of dQ in global memory that tiles of 64 
 """
 
 from ..common.device.tile_range import block_at
-from .backward_tiles import QueryBlock, is_edge, log2_p, next_block, num_blocks
+from .backward_tiles import QueryBlock, is_edge, log2_p, next_block, num_blocks, query_range
 from .column_parts import acc_layout, issue_abt, issue_parts, operands, parts_at, wait_parts
 from .dq_accumulation import DS_READ, DS_STORED, add_dq, issue_dq
 from .gluon_compat import (
@@ -26,7 +26,40 @@ from .gluon_compat import (
     tma,
     warpgroup_mma_wait,
 )
-from .pipeline import phase
+from .pipeline import phase, release_tile_info, wait_tile_info
+
+
+@gluon.jit
+def wait_ds(shared, n, keys, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Waits until dS of block n of both warpgroups may be read by the matrix units."""
+    if CONFIG.FENCE_WARP:
+        f = n - keys.word
+        mbarrier.wait(shared.staging.dq_empty.index(f & 1), (f >> 1) & 1)
+    else:
+        bar_sync_dynamic(DS_STORED + (1 - WG) * 2 + (n & 1), 256)
+        if not CONFIG.NO_FENCE:
+            fence_async_shared()
+
+
+@gluon.jit
+def fence_ds(staging, tile_info, params, CONFIG: gl.constexpr):
+    """A warp that fences dS: a fence waits for everything that its threads have in flight, and the consumers' atomics
+    take long."""
+    PACKED: gl.constexpr = params.cu_q is not None
+    f = gl.to_tensor(0)
+    t = gl.to_tensor(0)
+    w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
+    while w.first >= 0:
+        queries = query_range(w, params, CONFIG)
+        for m in range(num_blocks(queries, CONFIG)):
+            bar_sync_dynamic(DS_STORED + (m & 1), 160)
+            bar_sync_dynamic(DS_STORED + 2 + (m & 1), 160)
+            fence_async_shared()
+            mbarrier.arrive(staging.dq_empty.index(f & 1), count=1)
+            f += 1
+        release_tile_info(tile_info, t)
+        t += 1
+        w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
 
 
 @gluon.jit
@@ -58,25 +91,25 @@ def attend_keys(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.co
     else:
         bar_sync_dynamic(DS_READ + (1 - WG) * 2 + old, 256)
     staging.ds.index(WG * 2 + cur).store(ds)
-    bar_arrive_dynamic(DS_STORED + WG * 2 + cur, 256)
+    bar_arrive_dynamic(DS_STORED + WG * 2 + cur, 160 if CONFIG.FENCE_WARP else 256)
     dk = issue_parts(ds16, parts_at(queries.tiles, cur), dk)
     dq = ()
     if not FIRST:
-        bar_sync_dynamic(DS_STORED + (1 - WG) * 2 + old, 256)
-        fence_async_shared()
+        wait_ds(shared, n - 1, keys, WG, CONFIG)
         for piece in gl.static_range(PIECES):
             dq = dq + (issue_dq(shared, old, zero, piece, WG, CONFIG),)  # noqa: RUF005
-    # S of the next block; after the last block that of this one again, unused, instead of a branch around a wgmma
-    mbarrier.wait(queries.full.index(old), ((n + 1) >> 1) & 1, pred=block.has_next)
-    s = issue_abt(parts_at(kv.k, WG + zero), parts_at(queries.tiles, gl.where(block.has_next, old, cur)))
+    # S of the next block, after the last one that of the first block of the second pass
+    mbarrier.wait(queries.full.index(old), ((n + 1) >> 1) & 1)
+    s = issue_abt(parts_at(kv.k, WG + zero), parts_at(queries.tiles, old))
     dk = wait_parts(PARTS if FIRST else PARTS + 2 * PIECES, dk, ds16)
     arrive(grads.empty.index(cur))
-    mbarrier.expect(queries.empty.index(cur), 0, pred=block.has_next)  # `arrive`
+    arrive(queries.empty.index(cur))
     if not FIRST:
         dq = wait_parts(PARTS, dq, ())
     bar_arrive_dynamic(DS_READ + WG * 2 + cur, 256)
     for piece in gl.static_range(len(dq)):
-        add_dq(dq[piece], staging, params.outputs.dq_acc, block.dq_tile, n - 1, piece, WG, CONFIG)
+        if not CONFIG.NO_ADD:
+            add_dq(dq[piece], staging, params.outputs.dq_acc, block.dq_tile, n - 1, piece, WG, CONFIG)
     return s, dk, dv
 
 
@@ -88,9 +121,9 @@ def exponentiate(s, lse2, keys, block, params, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def attend_values(shared, dv, keys, queries, n, params, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """The second pass, from block n on: dV (0 before) of this warpgroup's half of the key tile. S^T of the next block
-    is computed before dV of this one, which overlaps with its exponentials."""
+def attend_values(shared, acc, keys, queries, n, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """The second pass, from block n on: dV of this warpgroup's half of the key tile. S^T of the next block is computed
+    before dV of this one, which overlaps with its exponentials. `acc`: S^T of the first block, and dV, 0 before."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     PARTS: gl.constexpr = len(CONFIG.DV)
     layout: gl.constexpr = acc_layout(BLOCK_M)
@@ -100,12 +133,10 @@ def attend_values(shared, dv, keys, queries, n, params, WG: gl.constexpr, CONFIG
     i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
     h = queries.head
     g = gl.to_tensor(0)
-    zero = opaque(gl.to_tensor(0))
-    mbarrier.wait(rows.full.index(n & 1), (n >> 1) & 1)
-    lse2 = rows.statistics.index(n & 1).load(layout)  # ahead of a product: its end is when all warps have read them
-    s = warpgroup_mma_wait(0, deps=(issue_abt(parts_at(kv.k, WG + zero), parts_at(rows.tiles, n & 1)),))
+    s, dv = acc
+    lse2 = rows.statistics.index(n & 1).load(layout)
+    mbarrier.arrive(rows.empty.index(n & 1), count=1)
     block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, True, 0)
-    arrive(rows.empty.index(n & 1))
     p = exponentiate(s, lse2, keys, block, params, CONFIG)
     for m in range(n, end - 1):
         place, g = next_block(queries, place, g, CONFIG)
@@ -115,7 +146,7 @@ def attend_values(shared, dv, keys, queries, n, params, WG: gl.constexpr, CONFIG
         new = cur ^ 1
         zero = opaque(gl.to_tensor(0))
         mbarrier.wait(rows.full.index(new), ((m + 1) >> 1) & 1)
-        lse2 = rows.statistics.index(new).load(layout)
+        lse2 = rows.statistics.index(new).load(layout)  # ahead of a product: when it ends, all warps have read them
         s = issue_abt(parts_at(kv.k, WG + zero), parts_at(rows.tiles, new))
         mbarrier.wait(grads.full.index(cur), (m >> 1) & 1)
         p16 = operands((p,), dv)

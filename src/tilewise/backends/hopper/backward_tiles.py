@@ -58,6 +58,9 @@ class BackwardConfig(NamedTuple):
     SCORES_FIRST: bool = False
     IN_HALVES: bool = False
     TWO_PASSES: bool = False
+    FENCE_WARP: bool = False
+    NO_FENCE: bool = False
+    NO_ADD: bool = False
     V_IN_REGISTERS: bool = False
     WIDE: bool = False
     SPLIT: bool = False
