@@ -262,7 +262,8 @@ def store_dk(dk, w, staging, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     if outputs.flag is not None:
         flag_nonfinite(outputs.flag, dk)
     if CONFIG.SPLIT:
-        store_key_part(outputs.dk_parts, dk, part_tile(w, params) + WG, 0, CONFIG.D)
+        D: gl.constexpr = CONFIG.D
+        store_key_part(outputs.dk_parts, dk, part_tile(w, params) + WG, 0, D)
     else:
         tokens = Tokens(w.b, w.h, w.k0, w.n_k)
         store_parts(outputs.dk, scaled(dk, params.scale), staging.dk, tokens, w.first + 64 * WG, WG)
@@ -277,7 +278,8 @@ def store_dv(dv, w, staging, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     if params.terms.seed is not None:
         dv = scaled(dv, params.terms.rescale)
     if CONFIG.SPLIT:
-        store_key_part(outputs.dv_parts, dv, part_tile(w, params) + WG, 0, CONFIG.DV)
+        DV: gl.constexpr = CONFIG.DV
+        store_key_part(outputs.dv_parts, dv, part_tile(w, params) + WG, 0, DV)
     else:
         store_parts(outputs.dv, dv, staging.dv, Tokens(w.b, w.h, w.k0, w.n_k), w.first + 64 * WG, WG)
 
