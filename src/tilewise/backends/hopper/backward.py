@@ -39,6 +39,7 @@ from .backward_tiles import (
     num_blocks,
     num_visits,
     produce,
+    produce_do,
     query_range,
 )
 from .backward_wide import specialize_warps_wide
@@ -53,6 +54,7 @@ from .column_parts import (
     parts_at,
     reinterpret_parts,
     scaled,
+    store_own_parts,
     store_parts,
     wait_parts,
     zero_acc,
@@ -220,9 +222,9 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
     g = gl.to_tensor(0)
     h = queries.head
-    mbarrier.wait(shared.q.full.index(n & 1), (n >> 1) & 1)
+    mbarrier.wait(shared.q.full.index(n % CONFIG.STAGES), phase(n, CONFIG.STAGES))
     zero = opaque(gl.to_tensor(0))
-    q = parts_at(shared.q.tiles, (n & 1) + zero)
+    q = parts_at(shared.q.tiles, n % CONFIG.STAGES + zero)
     s = issue_abt(parts_at(shared.kv.k, WG + zero), half_rows(q, 0) if CONFIG.IN_HALVES else q)
     block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, CONFIG.TWO_PASSES or n + 1 < end, 0)
     s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, True, CONFIG)
@@ -266,7 +268,10 @@ def store_dk(dk, w, staging, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         store_key_part(outputs.dk_parts, dk, part_tile(w, params) + WG, 0, D)
     else:
         tokens = Tokens(w.b, w.h, w.k0, w.n_k)
-        store_parts(outputs.dk, scaled(dk, params.scale), staging.dk, tokens, w.first + 64 * WG, WG)
+        if CONFIG.STORE_IN_KV:
+            store_own_parts(outputs.dk, scaled(dk, params.scale), staging.dk, tokens, w.first + 64 * WG, WG)
+        else:
+            store_parts(outputs.dk, scaled(dk, params.scale), staging.dk, tokens, w.first + 64 * WG, WG)
 
 
 @gluon.jit
@@ -281,7 +286,10 @@ def store_dv(dv, w, staging, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         DV: gl.constexpr = CONFIG.DV
         store_key_part(outputs.dv_parts, dv, part_tile(w, params) + WG, 0, DV)
     else:
-        store_parts(outputs.dv, dv, staging.dv, Tokens(w.b, w.h, w.k0, w.n_k), w.first + 64 * WG, WG)
+        if CONFIG.STORE_IN_KV:
+            store_own_parts(outputs.dv, dv, staging.dv, Tokens(w.b, w.h, w.k0, w.n_k), w.first + 64 * WG, WG)
+        else:
+            store_parts(outputs.dv, dv, staging.dv, Tokens(w.b, w.h, w.k0, w.n_k), w.first + 64 * WG, WG)
 
 
 @gluon.jit
@@ -313,7 +321,7 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
             dv = zero_acc(DV)
             if queries.hi > queries.lo:
                 keys = key_rows(w, t, (), params, WG)
-                dv = attend_values(shared, (s, dv), keys, queries, n + num_blocks(queries, CONFIG), params, WG, CONFIG)
+                dv = attend_values(shared, (s if CONFIG.STAGES == 2 else (), dv), keys, queries, n + num_blocks(queries, CONFIG), params, WG, CONFIG)
             tma.store_wait(0)  # dK has left
         n = opaque(n + num_visits(queries, CONFIG))  # the compiler may not derive its parity
         w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)
@@ -322,6 +330,10 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         if CONFIG.DQ_BY_TMA and not CONFIG.SPLIT:
             mbarrier.wait(staging.dq_empty.index(0 if CONFIG.DETERMINISTIC else WG), phase(n - 1, 1))
         store_dv(dv, w, staging, params, WG, CONFIG)
+        if CONFIG.STORE_IN_KV:
+            tma.store_wait(0)
+            if queries.hi > queries.lo:
+                mbarrier.arrive(shared.kv.empty.index(0), count=1)
         release_tile_info(tile_info, t)
         t += 1
         w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
@@ -333,10 +345,17 @@ def specialize_warps(inputs, params, CONFIG: gl.constexpr):
     """Allocates shared memory and starts the warps of a program, with their registers."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     DTYPE: gl.constexpr = inputs.q[0].dtype
+    kv = make_kv_tile(inputs.k, inputs.v, 2)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     dq_layout: gl.constexpr = params.outputs.dq_acc_desc.layout
-    dk_tiles = reinterpret_parts(ds_tiles, params.outputs.dk, 4 * 64 * BLOCK_M)
-    if CONFIG.TWO_PASSES:
+    if CONFIG.STORE_IN_KV:
+        dk_tiles = kv.v
+    else:
+        dk_tiles = reinterpret_parts(ds_tiles, params.outputs.dk, 4 * 64 * BLOCK_M)
+    if CONFIG.STORE_IN_KV:
+        dq_tiles = ds_tiles
+        dv_tiles = kv.k
+    elif CONFIG.TWO_PASSES:
         dq_tiles = ds_tiles
         dv_tiles = reinterpret_parts(ds_tiles, params.outputs.dv, 4 * 64 * BLOCK_M)
     else:
@@ -345,9 +364,9 @@ def specialize_warps(inputs, params, CONFIG: gl.constexpr):
     # The compiler would give the memory of an unused mbarrier to a tile (emulator.machine, _check_barriers).
     dq_empty = make_mbarriers(1 if CONFIG.DETERMINISTIC else 2, 1) if CONFIG.DQ_BY_TMA else make_mbarriers(2, 1) if CONFIG.FENCE_WARP else ds_tiles
     staging = Staging(ds_tiles, dq_tiles, dk_tiles, dv_tiles, dq_empty)
-    kv = make_kv_tile(inputs.k, inputs.v, 2)
-    shared = Shared(kv, make_row_pipeline(inputs.q, inputs.lse2), make_row_pipeline(inputs.do, inputs.delta), staging)
-    tile_info = make_tile_info(4 if CONFIG.DQ_BY_TMA else 3 if CONFIG.FENCE_WARP else 2)
+    q_rows = make_row_pipeline(inputs.q, inputs.lse2, CONFIG.STAGES)
+    shared = Shared(kv, q_rows, make_row_pipeline(inputs.do, inputs.delta, CONFIG.STAGES), staging)
+    tile_info = make_tile_info(4 if CONFIG.DQ_BY_TMA else 3 if CONFIG.FENCE_WARP or CONFIG.STAGES == 1 else 2)
     fence_async_shared()
     gdc_launch_dependents()
     if CONFIG.DQ_BY_TMA:
@@ -361,6 +380,17 @@ def specialize_warps(inputs, params, CONFIG: gl.constexpr):
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],
+        )
+    elif CONFIG.STAGES == 1:
+        gl.warp_specialize(
+            [
+                (consume, (shared, tile_info, params, 0, CONFIG)),
+                (consume, (shared, tile_info, params, 1, CONFIG)),
+                (produce, (shared, inputs, tile_info, params, CONFIG)),
+                (produce_do, (shared, inputs, tile_info, params, CONFIG)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
         )
     elif CONFIG.FENCE_WARP:
         gl.warp_specialize(

@@ -171,6 +171,8 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
         FENCE_WARP=sum(d) > 128 and not wide and TWO_PASSES and FENCE_WARP,
         NO_FENCE=NO_FENCE,
         NO_ADD=NO_ADD,
+        STAGES=1 if sum(d) > 192 and not wide else 2,
+        STORE_IN_KV=d == dv and sum(d) > 192 and not wide,
         V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain,  # with terms 172 bytes would spill
         WIDE=wide,
         SPLIT=space.split is not None,

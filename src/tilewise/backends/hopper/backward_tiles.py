@@ -27,7 +27,9 @@ from .pipeline import (
     make_mbarriers,
     next_tile_id,
     phase,
+    release_tile_info,
     tile_and_row,
+    wait_tile_info,
     write_tile_info,
 )
 
@@ -61,6 +63,8 @@ class BackwardConfig(NamedTuple):
     FENCE_WARP: bool = False
     NO_FENCE: bool = False
     NO_ADD: bool = False
+    STAGES: int = 2
+    STORE_IN_KV: bool = False
     V_IN_REGISTERS: bool = False
     WIDE: bool = False
     SPLIT: bool = False
@@ -192,8 +196,9 @@ def make_kv_tile(k, v, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def make_row_pipeline(x, statistics):
-    return RowPipeline(allocate_parts(x, 2), allocate_boxes(statistics, 2), make_mbarriers(2, 1), make_mbarriers(2, 2))
+def make_row_pipeline(x, statistics, STAGES: gl.constexpr = 2):
+    tiles = allocate_parts(x, STAGES)
+    return RowPipeline(tiles, allocate_boxes(statistics, STAGES), make_mbarriers(STAGES, 1), make_mbarriers(STAGES, 2))
 
 
 @triton.jit
@@ -342,11 +347,12 @@ def log2_p(s, lse2, keys, block, params, CONFIG: gl.constexpr):
 def load_rows_stage(rows, n, x, tokens, first, statistics, row, column):
     """Producer, use n of a row pipeline: waits until the consumers have released use n - 2, then loads the tile and its
     statistics."""
-    full = rows.full.index(n % 2)
-    mbarrier.wait(rows.empty.index(n % 2), phase(n, 2) ^ 1)
+    STAGES: gl.constexpr = rows.tiles[0].shape[0]
+    full = rows.full.index(n % STAGES)
+    mbarrier.wait(rows.empty.index(n % STAGES), phase(n, STAGES) ^ 1)
     expect_boxes(full, x, (statistics,), 1)
-    load_parts(x, tokens, first, full, rows.tiles, n % 2)
-    tma_load(statistics, [row, column], full, rows.statistics.index(n % 2))
+    load_parts(x, tokens, first, full, rows.tiles, n % STAGES)
+    tma_load(statistics, [row, column], full, rows.statistics.index(n % STAGES))
 
 
 @gluon.jit
@@ -363,9 +369,10 @@ def load_kv(kv, inputs, w, queries, t, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(shared, inputs, w, queries, n, t, params, CONFIG: gl.constexpr):
+def load_blocks(shared, inputs, w, queries, progress, params, WHAT: gl.constexpr, CONFIG: gl.constexpr):
     """Producer: loads the keys of the t-th tile and the queries that see them, from use n on. The first queries are
     loaded while the keys of the tile before are still in use."""
+    n, t = progress
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     blocks = opaque(params.padded_tokens) // BLOCK_M
     row = queries.dq_tile // blocks
@@ -379,10 +386,12 @@ def load_blocks(shared, inputs, w, queries, n, t, params, CONFIG: gl.constexpr):
             g = gl.where(m == half, 0, g)
         i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
         tokens = Tokens(w.b, queries.head + g, w.q0, w.n_q)
-        load_rows_stage(shared.q, m, inputs.q, tokens, i0, inputs.lse2, row + g, column + i0)
-        if m == n:
-            load_kv(shared.kv, inputs, w, queries, t, CONFIG)
-        load_rows_stage(shared.do, m, inputs.do, tokens, i0, inputs.delta, row + g, column + i0)
+        if WHAT != "do":
+            load_rows_stage(shared.q, m, inputs.q, tokens, i0, inputs.lse2, row + g, column + i0)
+            if m == n:
+                load_kv(shared.kv, inputs, w, queries, t, CONFIG)
+        if WHAT != "q":
+            load_rows_stage(shared.do, m, inputs.do, tokens, i0, inputs.delta, row + g, column + i0)
         place, g = next_block(queries, place, g, CONFIG)
 
 
@@ -401,7 +410,7 @@ def produce(shared, inputs, tile_info, params, CONFIG: gl.constexpr):
             write_tile_info(tile_info, t, w, PACKED)
             queries = query_range(w, params, CONFIG)
             if queries.hi > queries.lo:
-                load_blocks(shared, inputs, w, queries, n, t, params, CONFIG)
+                load_blocks(shared, inputs, w, queries, Progress(n, t), params, "all" if CONFIG.STAGES == 2 else "q", CONFIG)
             else:
                 load_kv(shared.kv, inputs, w, queries, t, CONFIG)
             n += num_visits(queries, CONFIG)
@@ -409,3 +418,21 @@ def produce(shared, inputs, tile_info, params, CONFIG: gl.constexpr):
         tile_id = next_tile_id(scheduler)
         w = tile_work(gl.minimum(tile_id, scheduler.num_tiles - 1), params, CONFIG)
     write_tile_info(tile_info, t, Work(w.b, w.h, -1, w.q0, w.n_q, w.k0, w.n_k, 0), PACKED)
+
+
+@gluon.jit
+def produce_do(shared, inputs, tile_info, params, CONFIG: gl.constexpr):
+    """Producer warp of dO, if its pipeline has one stage: it is free at other times than that of Q."""
+    PACKED: gl.constexpr = params.cu_q is not None
+    gdc_wait()
+    n = gl.to_tensor(0)
+    t = gl.to_tensor(0)
+    w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
+    while w.first >= 0:
+        queries = query_range(w, params, CONFIG)
+        if queries.hi > queries.lo:
+            load_blocks(shared, inputs, w, queries, Progress(n, t), params, "do", CONFIG)
+        n += num_visits(queries, CONFIG)
+        release_tile_info(tile_info, t)
+        t += 1
+        w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)

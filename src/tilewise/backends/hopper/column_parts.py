@@ -199,6 +199,14 @@ def store_parts(x, acc, tiles, tokens, first, WG: gl.constexpr):
 
 
 @gluon.jit
+def store_own_parts(x, acc, tiles, tokens, first, WG: gl.constexpr):
+    """Stores the rows from `first` on by TMA, each part through its own tile WG."""
+    store_part(x[0], acc[0], tiles[0].index(WG), tma_coordinates(x[0], tokens, first))
+    if len(acc) == 2:
+        store_part(x[1], acc[1], tiles[1].index(WG), tma_coordinates(x[1], tokens, first, acc[0].shape[1]))
+
+
+@gluon.jit
 def store_part(desc, x, tile, where):
     """Stores x through a tile in shared memory."""
     tile.reshape(x.shape).store(x.to(desc.dtype))

@@ -101,6 +101,7 @@ class BackwardTile:
 
 import os  # noqa: E402
 TWO_PASSES = os.environ.get("TWO_PASSES", "1") == "1"
+TP256 = os.environ.get("TP256", "1") == "1"
 # The backward: (largest padded head dims of Q and K and of V, only without score terms and in any order) -> tile;
 # TFLOPS on an H200, bf16, 16384 tokens, hidden 2048, full and causal at S = 16384
 BACKWARD: tuple[tuple[int, int, bool, BackwardTile], ...] = (
@@ -114,6 +115,7 @@ BACKWARD: tuple[tuple[int, int, bool, BackwardTile], ...] = (
     (192, 128, True, BackwardTile(64, 128, dq_by_tma=False)),
     (192, 192 if TWO_PASSES else 128, True, BackwardTile(64, 128, dq_by_tma=False)),
     # there is no room for a tile of dQ
+    *(((256, 256, True, BackwardTile(64, 128, dq_by_tma=False)),) if TP256 else ()),
     (256, 256, False, BackwardTile(64, 64, dq_by_tma=False)),
 )
 
