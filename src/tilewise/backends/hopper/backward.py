@@ -311,7 +311,8 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         if queries.hi > queries.lo:
             dk, dv = attend_tile(shared, (dk, dv), w, queries, Progress(n, t), params, WG, CONFIG)
         else:
-            arrive(shared.kv.empty.index(0))
+            if not CONFIG.STORE_IN_KV:
+                arrive(shared.kv.empty.index(0))
             tma.store_wait(0)
         if CONFIG.TWO_PASSES:
             w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)  # not kept in registers meanwhile
@@ -332,8 +333,7 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         store_dv(dv, w, staging, params, WG, CONFIG)
         if CONFIG.STORE_IN_KV:
             tma.store_wait(0)
-            if queries.hi > queries.lo:
-                mbarrier.arrive(shared.kv.empty.index(0), count=1)
+            mbarrier.arrive(shared.kv.empty.index(0), count=1)
         release_tile_info(tile_info, t)
         t += 1
         w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
