@@ -100,9 +100,7 @@ def is_intercepted() -> bool:
 def is_eager() -> bool:
     """Whether no tracer, dispatch mode, function transform or forward-mode derivative is active in this thread. (A
     tracer other than Dynamo is a dispatch mode.)"""
-    if is_dynamo_compiling() or _modes() or _transform() is not None:
-        return False
-    return getattr(forward_ad, "_current_level", 0) < 0  # is_forward_mode()
+    return not (is_dynamo_compiling() or _modes() or _transform() is not None or is_forward_mode())
 
 
 def is_first_order() -> bool:

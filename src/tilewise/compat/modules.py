@@ -1,5 +1,5 @@
-"""The modules that `tilewise.compat.flash_attn.install` puts in the place of flash-attn, and what an import of any
-other module of that package is told."""
+"""The modules that `tilewise.compat.flash_attn.install` puts in the place of flash-attn's, and the error that an import
+of any other module of flash-attn raises."""
 
 from __future__ import annotations
 

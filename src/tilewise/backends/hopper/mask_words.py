@@ -6,7 +6,7 @@ part of the bits. In the forward a block then costs two loads, issued before its
 each score, whatever the mask mod computes.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -133,16 +133,7 @@ def words_launches(request: Request, words: Tensor | None) -> list[Launch]:
         return []
     terms = device_terms(request, GPU, (TILE.value, TILE.value))
     terms = Terms(mask=terms.mask, blocks=terms.blocks)
-    sizes = request.blocks[0].shape[0] - 1, request.spec.mask_block[3]
-    args: tuple[Any, ...] = words, *sequences_and_window(request), *sizes, terms
-    return [
-        Launch(
-            mask_words_kernel,
-            _size(request) // (TILE.value * WORDS.value),
-            args,
-            OPTIONS | {"MASK_MOD": mask_mod(request)},
-        )
-    ]
-
-
-OPTIONS = {"num_warps": 8}
+    rows, heads = request.blocks[0].shape[0] - 1, request.spec.mask_block[3]
+    args = words, *sequences_and_window(request), rows, heads, terms
+    programs = words.numel() // (TILE.value * WORDS.value)
+    return [Launch(mask_words_kernel, programs, args, {"MASK_MOD": mask_mod(request), "num_warps": 8})]

@@ -1,5 +1,5 @@
-"""Attention over named keys of multi-head latent attention on Hopper: the consumers of `mla`, and warps that gather
-keys of 576 numbers, of which the first 512 are the values. A program computes 64 heads of one query."""
+"""Top-k attention of multi-head latent attention (MLA) on Hopper. The consumers are those of `mla`; other warps gather
+the keys. A key has 576 columns, and its first 512 are the value. A program computes 64 heads of one query."""
 
 from typing import NamedTuple
 

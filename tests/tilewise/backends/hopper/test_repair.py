@@ -85,7 +85,7 @@ def test_the_repair_knows_score_terms():
 @pytest.mark.usefixtures("triton_runs")
 @pytest.mark.parametrize("d", [64, 256])
 def test_the_repair_reads_the_bits_of_a_block_mask(d, monkeypatch):
-    """Tiles of 256, of which a row of words has 128 keys."""
+    """Tiles of 256 keys. Each row of words has 128 keys."""
     monkeypatch.setattr("tilewise.backends.hopper.mask_words.MIN_SHARING", 0)
     torch.manual_seed(0)
     v = torch.randn(1, 300, 1, d).half()
