@@ -11,7 +11,7 @@ from torch import Tensor
 from .backends.reference import ReferenceBackend
 from .errors import AttentionError
 from .ops import dense as ops
-from .plan_cache import CallPlan, at_wanted, is_ready
+from .plan_cache import CallPlan, at_wanted, is_plain
 from .request import BackwardInputs, Request, Spec, arguments, num_differentiable
 from .torch_internals import (
     is_batched,
@@ -73,11 +73,13 @@ def check_forward_only(spec: Spec, tensors: Sequence[Tensor | None]) -> None:
 
 def run_plan(plan: CallPlan, arguments: Sequence[Tensor]) -> Any:
     """`attend` of an eager call whose plan was found by its signature, without forward-mode derivatives."""
-    tensors = plan.tensors(arguments)
-    if profiler_enabled() or plan.spec.precision is not None:
+    tensors = arguments if len(arguments) == 3 else plan.tensors(arguments)
+    if profiler_enabled():
         return attend(plan.spec, plan, tensors, not plan.returns_out)
     if not plan.requires_grad or not torch.is_grad_enabled():
         return plan.forward(tensors)
+    if plan.spec.precision is not None:
+        check_forward_only(plan.spec, tensors)
     if plan.returns_out:
         return (Attention.apply(plan, *tensors),)  # type: ignore[no-untyped-call]
     return AttentionWithLse.apply(plan, *tensors)  # type: ignore[no-untyped-call]
@@ -111,8 +113,10 @@ class AttentionWithLse(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
         call, saved = ctx.call, ctx.saved_tensors  # read once: a checkpoint recomputes them
         is_usual = len(saved) == 5 and dlse is None and type(call) is CallPlan  # q, k, v, out and lse
-        if is_usual and is_first_order() and is_ready(dout, saved[4]):
-            return None, *call.backward((*saved, dout, None))
+        if is_usual and is_first_order() and is_plain(dout):
+            grads = call.backward((*saved, dout, None), is_prepared=False)
+            if grads is not None:
+                return None, *grads
         return _backward(ctx, saved, dout, dlse)
 
 

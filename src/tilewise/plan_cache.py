@@ -152,8 +152,6 @@ class CallPlan:
 
     def tensors(self, arguments: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """`Request.tensors()` of a call with these arguments."""
-        if self.order == (0, 1, 2):
-            return arguments[:3]
         assert self.order is not None
         return [None if n is None else arguments[n] for n in self.order]
 
@@ -163,7 +161,7 @@ class CallPlan:
         """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors: None for
         the others. `wanted` is about all tensors, or the first of them; q, k and v are always computed."""
         bwd_inputs = prepare_backward_inputs(bwd_inputs)
-        grads = self.backward((*tensors, *bwd_inputs))
+        grads: Sequence[Tensor] = self.backward((*tensors, *bwd_inputs))
         if len(wanted) == 3:
             return grads
         terms = tuple(wanted[3 : num_differentiable(self.spec)])
@@ -177,18 +175,24 @@ class CallPlan:
     ) -> Sequence[Tensor]:
         """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
         wanted = (*wanted, *(False,) * (2 + self.spec.score_tensors - len(wanted)))
-        return self.backward((*tensors, *bwd_inputs), wanted)
+        found: Sequence[Tensor] = self.backward((*tensors, *bwd_inputs), wanted)
+        return found
 
     def hvp(
         self, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """The tangents of out, lse, dq, dk and dv for tangents of q, k and v."""
-        return self.backward((*tensors, *bwd_inputs, *tangents), tangents=len(tangents))
+        found: Sequence[Tensor] = self.backward((*tensors, *bwd_inputs, *tangents), tangents=len(tangents))
+        return found
 
     def backward(
-        self, every: Sequence[Tensor | None], wanted: tuple[bool, ...] | None = None, tangents: int = 0
-    ) -> Sequence[Tensor]:
-        """(dq, dk, dv); or `term_gradients`, or `hvp`. The inputs are prepared (`prepare_backward_inputs`).
+        self,
+        every: Sequence[Tensor | None],
+        wanted: tuple[bool, ...] | None = None,
+        tangents: int = 0,
+        is_prepared: bool = True,
+    ) -> Any:
+        """(dq, dk, dv); or `term_gradients`, or `hvp`.
 
         The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
         the strides of all of them. (A KernelCall checks the alignment.)
@@ -197,12 +201,16 @@ class CallPlan:
             every: `Request.tensors()`, `BackwardInputs` and tangents.
             wanted: which of the score terms' gradients; None for those of q, k and v.
             tangents: how many of the tensors are tangents.
+            is_prepared: whether the inputs come from `prepare_backward_inputs`. If not, and no prepared inputs had
+                these strides before, None is returned.
         """
         key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in every])
         if self.uses_tf32:
             key = (*key, torch.backends.cuda.matmul.fp32_precision)
         runner = self._backward.get(key)
         if runner is None:
+            if not is_prepared:
+                return None
             runner = self._backward_runner([*every], wanted, tangents)
             if len(self._backward) >= MOST_LAYOUTS:
                 self._backward.clear()
@@ -221,23 +229,20 @@ class CallPlan:
         return backend.term_gradients(request, bwd_inputs, wanted)
 
 
-def is_ready(dout: Tensor | None, lse: Tensor) -> bool:
-    """Whether these two are as `prepare_backward_inputs` makes them. Not if dout has no memory, such as a stack of
-    gradients that autograd batches."""
-    if dout is None or type(dout) not in TENSORS:
+def is_plain(x: Any) -> bool:
+    """Whether this is a tensor in memory with its own values. Not one of a subclass, a zero tensor, a stack of gradients
+    that autograd batches, or a view with the negative bit."""
+    if type(x) not in TENSORS:
         return False
     try:
-        address = dout.data_ptr()
+        return x.data_ptr() != 0 and not x.is_neg()
     except RuntimeError:
         return False
-    return address != 0 and not address & 15 and dout.is_contiguous() and not dout.is_neg() and lse.is_contiguous()
 
 
 def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:
     """lse and dlse contiguous; dout with rows that the copy engine (TMA) can read, or else contiguous."""
     out, lse, dout, dlse = bwd_inputs
-    if dlse is None and is_ready(dout, lse):
-        return bwd_inputs
     dout = aligned(dout)
     if dlse is not None:
         dlse = (dlse if dlse.data_ptr() or not dlse.numel() else dlse + 0).resolve_neg().contiguous()
