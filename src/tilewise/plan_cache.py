@@ -230,8 +230,8 @@ class CallPlan:
 
 
 def is_plain(x: Any) -> bool:
-    """Whether this is a tensor in memory with its own values. Not one of a subclass, a zero tensor, a stack of gradients
-    that autograd batches, or a view with the negative bit."""
+    """Whether this is a tensor in memory with its own values. Not one of a subclass, a zero tensor, a stack of
+    gradients that autograd batches, or a view with the negative bit."""
     if type(x) not in TENSORS:
         return False
     try:
