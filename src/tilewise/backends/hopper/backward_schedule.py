@@ -145,18 +145,18 @@ def possible_splits(size: CallShape, block_n: int, num_sms: int) -> list[Split]:
 
 def estimated_cycles(size: CallShape, spec: Spec, tile: BackwardTile, split: Split, num_sms: int) -> float:
     """The time of the backward and of adding the parts: each SM takes the next tile of the schedule when it is done
-    with one. Packed sequences count as equally long."""
+    with one. Of packed sequences the lengths are not known: see `sequence_lengths`."""
     d, dv = column_widths(size).columns
     has_parts = spec.partial or split.parts > 1
     heads = size.heads // size.kv_heads // split.heads
     blocks = blocks_of_tiles(size, spec, tile)
     schedule = tile_schedule(size, spec, split.parts, tile.block_n, num_sms)
-    rows_at_once = min(schedule.rows * num_sequences(size), max(1.0, num_sms / len(blocks)))
+    rows_at_once = min(schedule.rows * num_sequences(size), max(1.0, num_sms * num_sequences(size) / len(blocks)))
     in_use = bytes_in_use(size, spec, heads, rows_at_once)
     products = 2 * tile.block_m * tile.block_n * (3 * d + 2 * dv) / (FLOPS if d <= 128 else WIDE_FLOPS)
     products *= 1 + L2_MISS * max(0.0, log2(in_use / L2_IN_USE))
     fixed = TILE_CYCLES + tile.block_n * (d + dv) * (PART_BYTES if has_parts else 2) / BYTES
-    cycles = [ceil(n / split.queries) * heads * products + fixed for n in blocks] * num_sequences(size)
+    cycles = [ceil(n / split.queries) * heads * products + fixed for n in blocks]
     busy = [0.0] * num_sms
     for first in range(0, schedule.rows, schedule.rows_in_l2):
         rows = min(schedule.rows_in_l2, schedule.rows - first)
@@ -180,12 +180,23 @@ def num_sequences(size: CallShape) -> int:
     return size.batch if size.packed else 1
 
 
+def sequence_lengths(tokens: int, sequences: int) -> list[int]:
+    """The lengths that packed sequences are assumed to have: from 0 to twice the mean, at equal distances. With equal
+    ones the longest tiles of a real batch, which run at the end, would not be split.
+
+    >>> sequence_lengths(1024, 4)
+    [128, 384, 640, 896]
+    """
+    return [tokens * (n + 1) ** 2 // sequences**2 - tokens * n**2 // sequences**2 for n in range(sequences)]
+
+
 def blocks_of_tiles(size: CallShape, spec: Spec, tile: BackwardTile) -> list[int]:
-    """The blocks of queries of one head that see each tile of keys of a sequence."""
-    n_q, n_k = (-(-n // num_sequences(size)) for n in (size.n_q, size.n_k))
+    """The blocks of queries of one head that see each tile of keys of a row."""
+    lengths = (sequence_lengths(n, num_sequences(size)) for n in (size.n_q, size.n_k))
     found = []
-    for first in range(n_q - n_k, n_q, tile.block_n):
-        lo = 0 if spec.after is None else max(first - spec.after, 0)
-        hi = n_q if spec.before is None else min(first + tile.block_n + spec.before, n_q)
-        found.append(max(-(-hi // tile.block_m) - lo // tile.block_m, 0))
+    for n_q, n_k in zip(*lengths, strict=True):
+        for first in range(n_q - n_k, n_q, tile.block_n):
+            lo = 0 if spec.after is None else max(first - spec.after, 0)
+            hi = n_q if spec.before is None else min(first + tile.block_n + spec.before, n_q)
+            found.append(max(-(-hi // tile.block_m) - lo // tile.block_m, 0))
     return found
