@@ -67,7 +67,9 @@ def view(x: Tensor) -> View:
     """The View of a (batch, token, head, dim) or packed (token, head, dim) tensor. Axes of size 1 have stride 0."""
     outer = (0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False))
     strides = (*outer, x.stride(-1)) if x.dim() == 4 else (0, *outer, x.stride(-1))
-    return View(x, (*strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None))
+    is_large = (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31
+    remainders = {stride % 16 for stride in strides[:3]}
+    return View(x, (*strides, 1 if is_large else None, 1 if not is_large and remainders in ({8}, {0, 8}) else None))
 
 
 def padded(d: int, least: int = 16) -> int:

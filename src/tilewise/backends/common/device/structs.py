@@ -24,8 +24,9 @@ ANY_SIZE = {
 class View(NamedTuple):
     """A (batch, token, head, dim) tensor; or padded row statistics, (batch, head, row) with the last stride 1.
 
-    The strides of a tensor have a fifth entry, 1 if offsets inside a tile may exceed 32 bits, else None (see `index`).
-    It is not a field of its own: Triton forgets the constants of a struct inside a struct (docs/gotchas.md).
+    The strides of a tensor have a fifth entry, 1 if offsets inside a tile may exceed 32 bits, else None (see `index`),
+    and a sixth, 1 if rows begin at multiples of 8 elements, else None (see `stride`). They are not fields of their own:
+    Triton forgets the constants of a struct inside a struct (docs/gotchas.md).
     """
 
     ptr: tl.tensor

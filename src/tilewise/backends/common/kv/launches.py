@@ -36,7 +36,7 @@ from .decode import DecodeConfig, decode_kernel
 from .partition import ITEM, KvTile, Partition
 from .schedule import ScheduleConfig, Sequences, schedule_kernel
 
-NO_VIEW = View(None, (0, 0, 0, 0, None))
+NO_VIEW = View(None, (0, 0, 0, 0, None, None))
 E4M3_CAPABILITY = 89  # from which on PTX converts e4m3
 
 # Few sizes, so that an engine's batches share their kernels.

@@ -1,0 +1,34 @@
+"""Compiles the kernels before and after the Hopper backward for sm_90 and prints how wide their loads and stores are.
+
+python -m tests.tilewise.backends.hopper.compile_small '{"d": 72}'
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import torch
+
+from tilewise.backends.common.launch import DeviceMemory
+from tilewise.backends.common.shapes import call_shape
+from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace
+from tilewise.request import BackwardInputs, Request, Spec
+from tilewise_lab.costs.compiled import compile_for
+
+
+def main(d: int) -> None:
+    q = torch.empty(1, 256, 3, d, dtype=torch.bfloat16)
+    request, inputs = Request(q, q, q, Spec(1.0)), BackwardInputs(q, torch.empty(1, 3, 256), q, None)
+    space = new_workspace(DeviceMemory(q.device), call_shape(request), None)
+    before, _, after = backward_launches(request, inputs, (q, q, q), space, 132).values()
+    report = {}
+    for name, launch in {"before": before, "after": after}.items():
+        ptx = compile_for(90, launch.kernel, launch.args, launch.options).asm["ptx"]
+        report[name] = sorted(set(re.findall(r"(?:ld|st)\.global\.((?:v\d\.)?b\d+)", ptx)))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
