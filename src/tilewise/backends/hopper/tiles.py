@@ -31,8 +31,11 @@ FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
     # causal and short: a third warpgroup mostly waits; 241 320 against 208 271, at 2048 371 against 377; packed
     # 16 x 1024: 1.10 against 0.88 of FlashAttention-3; window of 128: 1.19 against 1.12
     (64, 64, 1024, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
-    # full and short, 64 x 512, 12 heads: 390, lazy 369, three warpgroups 331 (tiles of 192 rows); cuDNN 389
-    (64, 64, 512, False, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
+    # full and short, 64 x 512, 12 heads: 390, lazy 369, three warpgroups 331 (tiles of 192 rows); cuDNN 389; 32 x 577:
+    # 1.27 of FlashAttention-3, lazy 1.19, three warpgroups 1.03 (768 rows of tiles instead of 640)
+    (64, 64, 640, False, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
+    # full, 4 x 1500: 1.00 of FlashAttention-3, lazy 0.93: of few blocks more have a new maximum
+    (64, 64, 2048, False, True, ForwardTile(128, 3, ping_pong=True, lazy_rescale=False, stages=3)),
     # causal, 4096 and 16384: 415 508; two stages 409 499, lazy 385 487
     (64, 64, None, True, True, ForwardTile(128, 3, ping_pong=True, lazy_rescale=False, stages=3)),
     # exponentials, not products, are the limit: three warpgroups overlap more of them, and ping-pong keeps them apart;
@@ -48,7 +51,8 @@ FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
     # causal, 1024 2048 4096 16384: 417 532 609 686; lazy 405 - 583 669; without ping-pong 414 - 594 672; at 256 64 keys
     # are 3 % faster, which is not worth another kernel
     (128, 128, None, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
-    # full, 4096 and 16384: 653 676; with ping-pong and always 649 656; Q in registers 647 655
+    # full, 4096 and 16384: 653 676; with ping-pong and always 649 656; Q in registers 647 655; 8 x 1025: 0.90 of
+    # FlashAttention-3, with ping-pong and always 0.93, which is not worth another kernel; 64 keys 0.86
     (128, 128, None, False, False, ForwardTile(128, 2)),
     # 16 heads, 1024 and 8192: full 633 688, causal 458 644; lazy 608 658, 447 614; 64 keys 531 572, 429 545;
     # with a bias it spills 324 bytes, with alibi 144
