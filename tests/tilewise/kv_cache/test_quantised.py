@@ -53,7 +53,7 @@ def test_tiles_of_8_rows(dtype: torch.dtype, kind: str, triton_runs: None, monke
 @pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
 @pytest.mark.parametrize("rows", [8, 16])
 def test_sums_of_integers(rows: int, dtype: torch.dtype, triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many products, of which lse is exact only if the bias of unpacked integers is small."""
+    """Long sums of products: lse is exact only if integers are unpacked to themselves, not to 1024 + n."""
     monkeypatch.setattr(partition, "INTERPRETER", partition.KvTile(rows, 32, 4, 1, 1))
     for stored, kind in ((INT4, "token"), (INT4, "group"), (INT8, "head")):
         check(KvCase((60, 17), dim=128, page=16), (stored, stored), (kind, kind), "triton", dtype)
