@@ -62,8 +62,10 @@ def inputs(case: MlaCase, dtype: torch.dtype, device: str = "cpu", seed: int = 0
     return MlaInputs(q, cache.to(device), torch.tensor(case.lengths).int().to(device), options, keys)
 
 
-def answer(q: Tensor, keys: list[Tensor], dtype: torch.dtype, causal: bool = True) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries (B, Sq, H, 576) in a dtype, by brute force."""
+def answer(
+    q: Tensor, keys: list[Tensor], dtype: torch.dtype, causal: bool = True, weights: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries (B, Sq, H, 576) in a dtype, by brute force. `weights`: they alone are rounded to it."""
     outs, logs = [], []
     for x, k in zip(q.to(dtype), keys, strict=True):
         k = k.to(dtype)
@@ -74,7 +76,7 @@ def answer(q: Tensor, keys: list[Tensor], dtype: torch.dtype, causal: bool = Tru
         s = s.masked_fill(hidden, -torch.inf)
         log = s.logsumexp(-1) if n else s.new_full(s.shape[:2], -torch.inf)
         p = torch.exp(s - log.masked_fill(log == -torch.inf, torch.inf)[..., None])
-        outs.append((p @ k[:, :512]).transpose(0, 1))
+        outs.append((p.to(weights or dtype).to(dtype) @ k[:, :512]).transpose(0, 1))
         logs.append(log)
     return torch.stack(outs), torch.stack(logs)
 

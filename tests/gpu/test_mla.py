@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise
-from tests.mla_cases import MlaCase, compare, inputs
+from tests.mla_cases import MlaCase, answer, compare, inputs
 from tests.tilewise.kv_cache.test_mla import sparse
 from tilewise.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
@@ -80,15 +80,19 @@ def test_a_graph_with_other_lengths(backend: str) -> None:
 
 
 def test_values_elsewhere_after_shared_ones() -> None:
-    """The same layouts, but the values are not the first columns of the keys: another kernel, not the cached one."""
+    """The same layouts, but the values are not the first columns of the keys: another kernel, not the cached one.
+    Errors are at most twice those of exact scores with weights and results in bfloat16: a fifth of torch's own."""
     x = inputs(MlaCase((300, 64), heads=16, page=64), torch.bfloat16, "cuda")
+    exact, _ = answer(x.q, x.keys, torch.float64)
+    rounded = answer(x.q, x.keys, torch.float64, weights=torch.bfloat16)[0].bfloat16()
+    theirs = (rounded - exact).abs().max().item()
     other = x.cache.clone()
-    views = x.cache[..., :512], other[..., :512]
-    a, b = (tilewise.attention_kv(x.q, x.cache, v, x.lengths, **x.options) for v in views)
-    assert torch.allclose(a, b, atol=1e-2, rtol=1e-2)  # bfloat16: two roundings
-    other.mul_(2)
-    c = tilewise.attention_kv(x.q, x.cache, views[1], x.lengths, **x.options)
-    assert torch.allclose(c, 2 * a, atol=1e-2, rtol=1e-2)  # bfloat16: two roundings
+    for times, cache in ((1, x.cache), (1, other), (2, other)):
+        if times == 2:
+            other.mul_(2)
+        out = tilewise.attention_kv(x.q, x.cache, cache[..., :512], x.lengths, **x.options)
+        error = (out - times * exact).abs().max().item()
+        assert error <= 2 * times * theirs, f"error {error:.1e}, of rounded weights {times * theirs:.1e}"
 
 
 def test_compiled() -> None:

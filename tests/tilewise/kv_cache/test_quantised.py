@@ -50,6 +50,15 @@ def test_tiles_of_8_rows(dtype: torch.dtype, kind: str, triton_runs: None, monke
     check(BASE.but(dim=24, dim_v=40), (dtype, dtype), (kind, kind), "triton", BRAIN)
 
 
+@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
+@pytest.mark.parametrize("rows", [8, 16])
+def test_sums_of_integers(rows: int, dtype: torch.dtype, triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sums of products: lse is exact only if integers are unpacked to themselves, not to 1024 + n."""
+    monkeypatch.setattr(partition, "INTERPRETER", partition.KvTile(rows, 32, 4, 1, 1))
+    for stored, kind in ((INT4, "token"), (INT4, "group"), (INT8, "head")):
+        check(KvCase((60, 17), dim=128, page=16), (stored, stored), (kind, kind), "triton", dtype)
+
+
 @pytest.mark.parametrize(
     ("dtypes", "kinds"),
     [
@@ -204,11 +213,12 @@ def test_queries_beyond_float16(backend: str) -> None:
         x = inputs(KvCase((40, 7), dim=16), BRAIN)
         x.q[:] *= size
         x.rows[:] = [row * size for row in x.rows]
-        x, _ = quantised(x, (E4M3, E4M3), ("head", "none"))
-        found = tilewise.attention_kv(
-            x.q, x.k, x.v, x.lengths, **x.options, scale=0.25 / size, return_lse=True, backend=backend
-        )
-        compare(found, x, scale=0.25 / size)
+        for dtypes, kinds in (((E4M3, E4M3), ("head", "none")), ((INT8, INT4), ("token", "token"))):
+            y, _ = quantised(x, dtypes, kinds)
+            found = tilewise.attention_kv(
+                y.q, y.k, y.v, y.lengths, **y.options, scale=0.25 / size, return_lse=True, backend=backend
+            )
+            compare(found, y, scale=0.25 / size)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

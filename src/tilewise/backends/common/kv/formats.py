@@ -27,8 +27,7 @@ class Stored(NamedTuple):
     FORMAT: None for floats that attention computes in; INTEGER: its numbers are integers. PARTS of a word. OPERAND and
     PRECISION: of the product. SCALE: None, "head" (the same for all keys of a sequence and head) or "token". GROUPS of
     dims that have a scale of their own, 1 or 2. FACTOR: K's products are multiplied by a factor of each row. PAIRS: two
-    words at a time are unpacked, in PTX. BIASED: K's integers are multiplied together with `part_bias`, which is
-    subtracted from the sums: float32 sums are exact enough for operands in float16.
+    words at a time are unpacked, in PTX.
     """
 
     FORMAT: str | None
@@ -40,16 +39,14 @@ class Stored(NamedTuple):
     GROUPS: int
     FACTOR: bool
     PAIRS: bool
-    BIASED: bool
 
 
 class QueryTile(NamedTuple):
     """Queries of a tile, in PARTS tiles of the dims that the parts of K's words hold; with FACTOR, the factor of each
-    row's products; where K's parts are biased, what that adds to the products of each row, by group of dims."""
+    row's products."""
 
     parts: tl.tuple
     factor: tl.tensor
-    bias: tl.tuple
 
 
 @triton.jit
@@ -71,12 +68,12 @@ def unpack_words(x, C: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def unpack_pairs(x, FORMAT: tl.constexpr, BIASED: tl.constexpr):
+def unpack_pairs(x, FORMAT: tl.constexpr):
     """All parts of two words in a 32-bit register at once, in PTX: Triton's own code works on one word at a time.
-    BIASED: of integers, not the number but its sum with `part_bias`."""
+    (Without the subtractions of 1024 + n, the sums of products with K would lose 3 bits of int8 and 7 of int4.)"""
     if FORMAT == "int4":
         return tl.inline_asm_elementwise(
-            f"""{{
+            """{
             .reg .b32 t, even, odd;
             mov.b32 even, 0x64086408;
             mov.b32 odd, 0x54805480;
@@ -85,9 +82,11 @@ def unpack_pairs(x, FORMAT: tl.constexpr, BIASED: tl.constexpr):
             lop3.b32 $1, $4, 0x00F000F0, odd, 0x6A;
             lop3.b32 $2, t, 0x000F000F, even, 0x6A;
             lop3.b32 $3, t, 0x00F000F0, odd, 0x6A;
-            {"" if BIASED else "sub.f16x2 $0, $0, even; sub.f16x2 $1, $1, odd;"}
-            {"" if BIASED else "sub.f16x2 $2, $2, even; sub.f16x2 $3, $3, odd;"}
-            }}""",
+            sub.f16x2 $0, $0, even;
+            sub.f16x2 $1, $1, odd;
+            sub.f16x2 $2, $2, even;
+            sub.f16x2 $3, $3, odd;
+            }""",
             "=&r,=&r,=&r,=&r,r",
             [x],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
@@ -96,14 +95,15 @@ def unpack_pairs(x, FORMAT: tl.constexpr, BIASED: tl.constexpr):
         )
     elif FORMAT == "int8":
         return tl.inline_asm_elementwise(
-            f"""{{
+            """{
             .reg .b32 t, one;
             mov.b32 one, 0x64806480;
             shr.b32 t, $2, 8;
             lop3.b32 $0, $2, 0x00FF00FF, one, 0x6A;
             lop3.b32 $1, t, 0x00FF00FF, one, 0x6A;
-            {"" if BIASED else "sub.f16x2 $0, $0, one; sub.f16x2 $1, $1, one;"}
-            }}""",
+            sub.f16x2 $0, $0, one;
+            sub.f16x2 $1, $1, one;
+            }""",
             "=&r,=&r,r",
             [x],
             dtype=(tl.float16, tl.float16),
@@ -142,12 +142,11 @@ def unpack(x, STORED: tl.constexpr):
     """The parts of a tile of K or V, as operands of products."""
     FORMAT: tl.constexpr = STORED.FORMAT
     PARTS: tl.constexpr = STORED.PARTS
-    BIASED: tl.constexpr = STORED.BIASED
     found = ()
     if FORMAT is None:
         found = (x,)
     elif STORED.PAIRS:
-        found = unpack_pairs(x, FORMAT, BIASED)
+        found = unpack_pairs(x, FORMAT)
     else:
         for c in tl.static_range(PARTS):
             found += (unpack_words(x, c, FORMAT),)
@@ -158,15 +157,6 @@ def unpack(x, STORED: tl.constexpr):
         return floats
     else:
         return found
-
-
-@triton.jit
-def part_bias(c, STORED: tl.constexpr):
-    """What part c of integers is with BIASED when its number is 0."""
-    if STORED.FORMAT == "int8":
-        return 1152.0
-    else:
-        return 72.0 if c % 2 == 1 else 1032.0
 
 
 @triton.jit
@@ -205,7 +195,7 @@ def load_queries(q, rows, exists, scale, D: tl.constexpr, BLOCK_D: tl.constexpr,
         floats = ()
         for c in tl.static_range(PARTS):
             floats += (parts[c].to(tl.float32),)
-        return QueryTile(floats, factor, ())
+        return QueryTile(floats, factor)
     elif STORED.OPERAND == "float16" and q.ptr.dtype.element_ty == tl.bfloat16:
         most = tl.max(tl.abs(parts[0].to(tl.float32)), 1)
         for c in tl.static_range(1, PARTS):
@@ -214,29 +204,9 @@ def load_queries(q, rows, exists, scale, D: tl.constexpr, BLOCK_D: tl.constexpr,
         halves = ()
         for c in tl.static_range(PARTS):
             halves += ((parts[c].to(tl.float32) * inverse[:, None]).to(tl.float16),)
-        return QueryTile(halves, factor * power, row_bias(halves, STORED))
+        return QueryTile(halves, factor * power)
     else:
-        return QueryTile(parts, factor, row_bias(parts, STORED))
-
-
-@triton.jit
-def row_bias(parts, STORED: tl.constexpr):
-    """The sums of the queries `parts` times the bias of K's parts, for each group of dims."""
-    found = ()
-    if STORED.BIASED:
-        PARTS: tl.constexpr = STORED.PARTS
-        GROUPS: tl.constexpr = STORED.GROUPS
-        for _ in tl.static_range(GROUPS):
-            found += (tl.full([parts[0].shape[0]], 0.0, tl.float32),)
-        for c in tl.static_range(PARTS):
-            more = tl.sum(parts[c].to(tl.float32), 1) * part_bias(c, STORED)
-            if GROUPS == 1:
-                found = (found[0] + more,)
-            elif c % 2 == 0:
-                found = (found[0] + more, found[1])
-            else:
-                found = (found[0], found[1] + more)
-    return found
+        return QueryTile(parts, factor)
 
 
 @triton.jit
@@ -279,9 +249,6 @@ def key_product(queries, words, scales, N: tl.constexpr, STORED: tl.constexpr):
     keys = unpack(words, STORED)
     product = tl.zeros([M, N], tl.float32)
     upper = product
-    if STORED.BIASED:
-        product -= queries.bias[0][:, None]
-        upper -= queries.bias[STORED.GROUPS - 1][:, None]
     for c in tl.static_range(PARTS):
         if STORED.GROUPS == 2 and c % 2 == 1:
             upper = times_keys(parts[c], keys[c], upper, PRECISION)

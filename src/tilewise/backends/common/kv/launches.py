@@ -65,7 +65,7 @@ def bytes_of(cache: Tensor) -> Tensor:
     return cache if format_of(cache) is None else cache.view(torch.uint8)
 
 
-def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu, keys: bool) -> formats.Stored:
+def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu) -> formats.Stored:
     """What the decode kernel is compiled for. Products are computed in the dtype of q and the cache if they agree; in
     float16, which holds all quantised numbers, where q is a 16-bit float; in float32 otherwise."""
     found = format_of(cache)
@@ -78,16 +78,15 @@ def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu, keys: bool) -> f
     name = str(operand).removeprefix("torch.")
     narrows = operand == torch.float16 and q.dtype == torch.bfloat16
     if found is None:
-        return formats.Stored(None, False, 1, name, accuracy, None, 1, narrows, False, False)
+        return formats.Stored(None, False, 1, name, accuracy, None, 1, narrows, False)
     kind = None if scale is None else "token" if has_token_scales(scale) else "head"
     groups = 2 if isinstance(scale, Tensor) and scale.dim() == 4 else 1
     parts = 16 // found.bits if has_words(cache) else 8 // found.bits
     pairs = parts > 1 and gpu.kind == "cuda" and not INTERPRETED
     if found.name == "e4m3" and gpu.capability < E4M3_CAPABILITY:
         pairs = False
-    biased = keys and pairs and found.is_integer and operand == torch.float16
     factor = narrows or kind == "head"
-    return formats.Stored(found.name, found.is_integer, parts, name, accuracy, kind, groups, factor, pairs, biased)
+    return formats.Stored(found.name, found.is_integer, parts, name, accuracy, kind, groups, factor, pairs)
 
 
 def scale_of(scale: Scale) -> formats.Scale:
@@ -214,8 +213,7 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
     scoring, scale, _ = folded(dense, target.gpu, derivative=False)
     terms = device_terms(dense, target.gpu)
     stored_k, stored_v = (
-        stored_of(x, q, scale, target.gpu, keys)
-        for x, scale, keys in ((k, request.k_scale, True), (v, request.v_scale, False))
+        stored_of(x, q, scale, target.gpu) for x, scale in ((k, request.k_scale), (v, request.v_scale))
     )
     k_words, v_words, dim_v = words_of(k), words_of(v), head_dim(v)
     block_r = triton.next_power_of_2(partition.rows)
