@@ -5,8 +5,8 @@ With 192 columns dK and dV of 64 keys would take 192 of a thread's 240 registers
     first     S^T, dP^T, dS^T     dK += dS^T Q, dQ = dS K
     second    S^T, P^T            dV += P^T dO
 
-That is six products where one pass has five, but it leaves registers for tiles of 128 keys, each of whose warpgroups has
-its own 64, and so for half of the sums of dQ in global memory that tiles of 64 keys have (`backward_wide`).
+That is six products where one pass has five. But it leaves registers for tiles of 128 keys, 64 for each warpgroup, and
+so dQ is added to global memory half as often as with tiles of 64 keys (`backward_wide`).
 """
 
 from ..common.device.tile_range import block_at
