@@ -280,9 +280,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     skip_blocks(shared, stop, n, WG, CONFIG)
 
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
-    raised = flags
-    if flags is not None:
-        raised = flag_pointer(flags, t, WG, CONFIG)
+    raised = None if flags is None else flag_pointer(flags, t, WG, CONFIG)
     FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
     state = (acc, m_i, l_i, value_unit(v_factor, CONFIG))
     epilogue(state, (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
