@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ..common.device.score import times_derivative
 from ..common.device.tile_range import block_at
-from .backward_halves import attend_in_halves
+from .backward_passes import attend_keys, attend_values
 from .backward_tiles import (
     Inputs,
     KeyRows,
@@ -36,24 +36,22 @@ from .backward_tiles import (
     make_row_pipeline,
     next_block,
     num_blocks,
+    num_visits,
     produce,
     query_range,
 )
 from .backward_wide import specialize_warps_wide
 from .column_parts import (
     acc_layout,
-    flag_nonfinite,
-    half_rows,
     issue_abt,
     issue_parts,
     loaded_operands,
     operands,
     parts_at,
     reinterpret_parts,
-    scaled,
-    store_parts,
     wait_parts,
     zero_acc,
+    zero_part,
 )
 from .dq_accumulation import DS_READ, DS_STORED, add_dq, issue_dq, reduce_dq
 from .dropout import downcast_weights, score_gradients, sequence_word, with_signs
@@ -71,11 +69,10 @@ from .gluon_compat import (
     tma,
     warpgroup_mma_wait,
 )
-from .key_parts import Parts, part_tile, store_key_part
+from .key_parts import Parts, store_dk, store_dv
 from .pipeline import (
     ANY_VALUE,
     TileScheduler,
-    Tokens,
     column_parts,
     make_mbarriers,
     make_tile_info,
@@ -186,24 +183,29 @@ def attend_block(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.c
 
 @gluon.jit
 def attend_next(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.constexpr, CONFIG: gl.constexpr):
-    if CONFIG.IN_HALVES:
-        return attend_in_halves(shared, acc, keys, block, params, WG, FIRST, CONFIG)
+    if CONFIG.TWO_PASSES:
+        return attend_keys(shared, acc, keys, block, params, WG, FIRST, CONFIG)
     else:
         return attend_block(shared, acc, keys, block, params, WG, FIRST, CONFIG)
 
 
 @gluon.jit
+def key_rows(w, t, v, params, WG: gl.constexpr):
+    """This warpgroup's half of the key tile w."""
+    diagonal = w.first + 64 * WG + opaque(w.n_q) - opaque(w.n_k)
+    return KeyRows(w, diagonal, w.n_k - w.first - 64 * WG, t, v, sequence_word(w, params.terms))
+
+
+@gluon.jit
 def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """dK and dV (`grads`, 0 before) of this warpgroup's half of the key tile w, and its part of dQ."""
+    """dK and dV (`grads`, 0 before) of this warpgroup's half of the key tile w, and its part of dQ. In two passes, the
+    first one: dK, and S^T of the first block of the second."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
-    PIECES: gl.constexpr = len(CONFIG.DQ_PIECES[WG])
     dk, dv = grads
     n, t = progress
     end = n + num_blocks(queries, CONFIG)
-    diagonal = w.first + 64 * WG + opaque(w.n_q) - opaque(w.n_k)
-    left = w.n_k - w.first - 64 * WG
     v = loaded_operands(shared.kv.v, WG, BLOCK_M) if CONFIG.V_IN_REGISTERS else ()
-    keys = KeyRows(w, diagonal, left, t, v, sequence_word(w, params.terms))
+    keys = key_rows(w, t, v, params, WG)
     place = queries.start
     i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
     g = gl.to_tensor(0)
@@ -211,14 +213,15 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     mbarrier.wait(shared.q.full.index(n & 1), (n >> 1) & 1)
     zero = opaque(gl.to_tensor(0))
     q = parts_at(shared.q.tiles, (n & 1) + zero)
-    s = issue_abt(parts_at(shared.kv.k, WG + zero), half_rows(q, 0) if CONFIG.IN_HALVES else q)
-    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, n + 1 < end, 0)
+    s = issue_abt(parts_at(shared.kv.k, WG + zero), q)
+    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, CONFIG.TWO_PASSES or n + 1 < end, 0)
     s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, True, CONFIG)
     for m in range(n + 1, end):
         tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
         place, g = next_block(queries, place, g, CONFIG)
         i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
-        block = QueryBlock(m, h + g, i0, is_edge(queries, i0, CONFIG), has_mask_mod, m + 1 < end, tile)
+        has_next = CONFIG.TWO_PASSES or m + 1 < end
+        block = QueryBlock(m, h + g, i0, is_edge(queries, i0, CONFIG), has_mask_mod, has_next, tile)
         s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, False, CONFIG)
     tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
 
@@ -226,19 +229,18 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     cur = end & 1
     old = cur ^ 1
     s = warpgroup_mma_wait(0, deps=(s,))
-    arrive(shared.q.empty.index(old))
+    if not CONFIG.TWO_PASSES:
+        arrive(shared.q.empty.index(old))
     bar_sync_dynamic(DS_READ + (1 - WG) * 2 + old, 256)
     bar_sync_dynamic(DS_STORED + (1 - WG) * 2 + old, 256)
     fence_async_shared()
     dq = warpgroup_mma_wait(0, deps=(issue_dq(shared, old, zero, 0, WG, CONFIG),))
-    if PIECES == 2:
-        add_dq(dq, shared.staging, params.outputs.dq_acc, tile, end - 1, 0, WG, CONFIG)
-        dq = warpgroup_mma_wait(0, deps=(issue_dq(shared, old, zero, 1, WG, CONFIG),))
     bar_arrive_dynamic(DS_READ + WG * 2 + cur, 256)
     bar_sync_dynamic(DS_READ + (1 - WG) * 2 + cur, 256)
-    arrive(shared.kv.empty.index(0))  # before this the other warpgroup cannot start the next tile and arrive again
-    add_dq(dq, shared.staging, params.outputs.dq_acc, tile, end - 1, PIECES - 1, WG, CONFIG)
-    return dk, dv
+    if not CONFIG.TWO_PASSES:
+        arrive(shared.kv.empty.index(0))  # before this the other warpgroup cannot start the next tile and arrive again
+    add_dq(dq, shared.staging, params.outputs.dq_acc, tile, end - 1, 0, WG, CONFIG)
+    return dk, ((s,) if CONFIG.TWO_PASSES else dv)
 
 
 @gluon.jit
@@ -247,7 +249,6 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     D: gl.constexpr = CONFIG.D
     DV: gl.constexpr = CONFIG.DV
     PACKED: gl.constexpr = params.cu_q is not None
-    outputs = params.outputs
     staging = shared.staging
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
@@ -255,31 +256,30 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     while w.first >= 0:
         queries = query_range(w, params, CONFIG)
         dk = zero_acc(D)
-        dv = zero_acc(DV)
+        dv = (zero_part(CONFIG.BLOCK_M),) if CONFIG.TWO_PASSES else zero_acc(DV)  # S of the second pass, or dV
         mbarrier.wait(shared.kv.full.index(0), phase(t, 1))
         if queries.hi > queries.lo:
             dk, dv = attend_tile(shared, (dk, dv), w, queries, Progress(n, t), params, WG, CONFIG)
         else:
             arrive(shared.kv.empty.index(0))
             tma.store_wait(0)
-        if outputs.flag is not None:
-            flag_nonfinite(outputs.flag, dk)
-            flag_nonfinite(outputs.flag, dv)
-        n = opaque(n + num_blocks(queries, CONFIG))  # the compiler may not derive its parity
-        w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)  # not kept in registers meanwhile
-        tokens = Tokens(w.b, w.h, w.k0, w.n_k)
-        if params.terms.seed is not None:
-            dv = scaled(dv, params.terms.rescale)
-        if CONFIG.SPLIT:
-            tile = part_tile(w, params) + WG
-            store_key_part(outputs.dk_parts, dk, tile, 0, D)
-            store_key_part(outputs.dv_parts, dv, tile, 0, DV)
-        else:
-            first = w.first + 64 * WG
-            store_parts(outputs.dk, scaled(dk, params.scale), staging.dk, tokens, first, WG)
-            if CONFIG.DQ_BY_TMA:
-                mbarrier.wait(staging.dq_empty.index(0 if CONFIG.DETERMINISTIC else WG), phase(n - 1, 1))
-            store_parts(outputs.dv, dv, staging.dv, tokens, first, WG)
+        if CONFIG.TWO_PASSES:
+            w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)  # not kept in registers meanwhile
+            store_dk(dk, w, staging, params, WG, CONFIG)
+            queries = query_range(w, params, CONFIG)
+            s = dv[0]
+            dv = zero_acc(DV)
+            if queries.hi > queries.lo:
+                keys = key_rows(w, t, (), params, WG)
+                dv = attend_values(shared, (s, dv), keys, queries, n + num_blocks(queries, CONFIG), params, WG, CONFIG)
+            tma.store_wait(0)  # dK has left
+        n = opaque(n + num_visits(queries, CONFIG))  # the compiler may not derive its parity
+        w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)
+        if not CONFIG.TWO_PASSES:
+            store_dk(dk, w, staging, params, WG, CONFIG)
+        if CONFIG.DQ_BY_TMA and not CONFIG.SPLIT:
+            mbarrier.wait(staging.dq_empty.index(0 if CONFIG.DETERMINISTIC else WG), phase(n - 1, 1))
+        store_dv(dv, w, staging, params, WG, CONFIG)
         release_tile_info(tile_info, t)
         t += 1
         w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
@@ -293,9 +293,13 @@ def specialize_warps(inputs, params, CONFIG: gl.constexpr):
     DTYPE: gl.constexpr = inputs.q[0].dtype
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     dq_layout: gl.constexpr = params.outputs.dq_acc_desc.layout
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_layout)
     dk_tiles = reinterpret_parts(ds_tiles, params.outputs.dk, 4 * 64 * BLOCK_M)
-    dv_tiles = reinterpret_parts(dq_tiles, params.outputs.dv, 4 * 64 * 64)
+    if CONFIG.TWO_PASSES:
+        dq_tiles = ds_tiles
+        dv_tiles = reinterpret_parts(ds_tiles, params.outputs.dv, 4 * 64 * BLOCK_M)
+    else:
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_layout)
+        dv_tiles = reinterpret_parts(dq_tiles, params.outputs.dv, 4 * 64 * 64)
     # The compiler would give the memory of an unused mbarrier to a tile (emulator.machine, _check_barriers).
     dq_empty = make_mbarriers(1 if CONFIG.DETERMINISTIC else 2, 1) if CONFIG.DQ_BY_TMA else ds_tiles
     staging = Staging(ds_tiles, dq_tiles, dk_tiles, dv_tiles, dq_empty)

@@ -156,7 +156,7 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
     return BackwardConfig(
         d,
         dv,
-        dq_pieces(d, by_rows=tile.block_m == 128),
+        dq_pieces(d, by_rows=tile.block_m == 128, wide=wide),
         tile.block_m,
         tile.block_n,
         GROUP=request.q.shape[-2] // request.k.shape[-2],
@@ -165,25 +165,28 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
         HAS_TERMS=has_terms,
         FOLD_SCALE=fold_scale,
         SCORES_FIRST=has_terms and sum(d) > 64,
-        IN_HALVES=sum(d) > 128 and not wide,
+        TWO_PASSES=sum(d) > 128 and not wide,
         V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain,  # with terms 172 bytes would spill
         WIDE=wide,
         SPLIT=space.split is not None,
     )
 
 
-def dq_pieces(parts: tuple[int, ...], *, by_rows: bool) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """See BackwardConfig.DQ_PIECES. At most 64 columns at a time, whose registers there are; of 64 and fewer, each
-    warpgroup takes a part: a product of few columns reads as much of dS as one of many.
+def dq_pieces(
+    parts: tuple[int, ...], *, by_rows: bool = False, wide: bool = False
+) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """See BackwardConfig.DQ_PIECES. A product of few columns reads as much of dS as one of many, so of two parts each
+    warpgroup takes one. In the wide kernel it takes half of each, at most 64 columns at a time, whose registers there
+    are.
 
-    >>> dq_pieces((64, 32), by_rows=False)
-    (((0, 0, 64),), ((1, 0, 32),))
-    >>> dq_pieces((128, 64), by_rows=False)
+    >>> dq_pieces((64, 32)), dq_pieces((128,))
+    ((((0, 0, 64),), ((1, 0, 32),)), (((0, 0, 64),), ((0, 64, 64),)))
+    >>> dq_pieces((128, 64), wide=True)
     (((0, 0, 64), (1, 0, 32)), ((0, 64, 64), (1, 32, 32)))
     """
     if by_rows:
         return tuple(((0, 0, parts[0]),) for _ in range(2))
-    if sum(parts) < 128 and len(parts) == 2:
+    if len(parts) == 2 and not wide:
         return tuple(((i, 0, width),) for i, width in enumerate(parts))
     halves = [
         [

@@ -39,10 +39,10 @@ class BackwardConfig(NamedTuple):
     powers of two. DQ_PIECES: for each warpgroup, its columns of dQ as (part of D, first column, columns). A block has
     BLOCK_M queries, a tile BLOCK_N keys; GROUP query heads share a KV head. DQ_BY_TMA: TMA adds dQ to global memory,
     not atomics. FOLD_SCALE: the softmax multiplies q.k by the scale. SCORES_FIRST: the product that would overlap with
-    the score terms (dP, in the wide kernel dQ) is issued after them, which leaves them 32 registers. IN_HALVES: P
-    and dS come in two halves of the queries, which saves 32 registers. V_IN_REGISTERS: V is loaded once a tile; dP then
-    reads half as much shared memory. WIDE: the kernel whose warpgroups share 64 keys. SPLIT: several programs compute a
-    tile of keys, and store parts of its dK and dV (see `key_parts`)."""
+    the score terms (dP, in the wide kernel dQ) is issued after them, which leaves them 32 registers. TWO_PASSES: a tile
+    visits its queries twice, the second time for dV (`backward_passes`). V_IN_REGISTERS: V is loaded once a tile; dP
+    then reads half as much shared memory. WIDE: the kernel whose warpgroups share 64 keys. SPLIT: several programs
+    compute a tile of keys, and store parts of its dK and dV (see `key_parts`)."""
 
     D: tuple[int, ...]
     DV: tuple[int, ...]
@@ -55,7 +55,7 @@ class BackwardConfig(NamedTuple):
     HAS_TERMS: bool = False
     FOLD_SCALE: bool = True
     SCORES_FIRST: bool = False
-    IN_HALVES: bool = False
+    TWO_PASSES: bool = False
     V_IN_REGISTERS: bool = False
     WIDE: bool = False
     SPLIT: bool = False
@@ -285,6 +285,15 @@ def next_block(queries, i0, g, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def num_visits(queries, CONFIG: gl.constexpr):
+    """The blocks of all passes."""
+    if CONFIG.TWO_PASSES:
+        return 2 * num_blocks(queries, CONFIG)
+    else:
+        return num_blocks(queries, CONFIG)
+
+
+@gluon.jit
 def is_edge(queries, i0, CONFIG: gl.constexpr):
     """Whether the band's edge crosses the block at i0."""
     return (i0 < queries.full_lo) | (i0 + CONFIG.BLOCK_M > queries.full_hi)
@@ -358,11 +367,17 @@ def load_blocks(shared, inputs, w, queries, n, t, params, CONFIG: gl.constexpr):
     column = queries.dq_tile % blocks * BLOCK_M
     place = queries.start
     g = gl.to_tensor(0)
-    for m in range(n, n + num_blocks(queries, CONFIG)):
+    half = n + num_blocks(queries, CONFIG)
+    for m in range(n, n + num_visits(queries, CONFIG)):
+        if CONFIG.TWO_PASSES:
+            place = gl.where(m == half, queries.start, place)
+            g = gl.where(m == half, 0, g)
         i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
         tokens = Tokens(w.b, queries.head + g, w.q0, w.n_q)
+        if CONFIG.TWO_PASSES and m == n:
+            load_kv(shared.kv, inputs, w, queries, t, CONFIG)
         load_rows_stage(shared.q, m, inputs.q, tokens, i0, inputs.lse2, row + g, column + i0)
-        if m == n:
+        if not CONFIG.TWO_PASSES and m == n:
             load_kv(shared.kv, inputs, w, queries, t, CONFIG)
         load_rows_stage(shared.do, m, inputs.do, tokens, i0, inputs.delta, row + g, column + i0)
         place, g = next_block(queries, place, g, CONFIG)
@@ -386,7 +401,7 @@ def produce(shared, inputs, tile_info, params, CONFIG: gl.constexpr):
                 load_blocks(shared, inputs, w, queries, n, t, params, CONFIG)
             else:
                 load_kv(shared.kv, inputs, w, queries, t, CONFIG)
-            n += num_blocks(queries, CONFIG)
+            n += num_visits(queries, CONFIG)
             t += 1
         tile_id = next_tile_id(scheduler)
         w = tile_work(gl.minimum(tile_id, scheduler.num_tiles - 1), params, CONFIG)

@@ -201,7 +201,8 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     skip_blocks(shared, n, start, WG, CONFIG)
 
     tile = (w, first, span)
-    key, block = key_block(start - n + lo, w, first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
+    key, has_mask_mod = first_key(start - n + lo, w, terms.blocks, BLOCK_N)
+    block = key_block(start - n + lo, (key, has_mask_mod), first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
     q_factor = query_factor(w, first, params, CONFIG)
     k_factor, v_factor = key_scales(w, key, params, CONFIG)
     next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)
@@ -226,6 +227,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     rescaling = gl.where(m_i == m_i, 1.0, 0.0) if CONFIG.FP8 else 1.0  # of acc, before a product is added to it
     wait_full(shared.k, start + 1, STAGES, start + 1 < stop)
     for use in range(start + 1, stop):
+        key, has_mask_mod = first_key(use - n + lo, w, terms.blocks, BLOCK_N)
         if CONFIG.FP8:
             factor = q_factor * next_factors[0]
             v_factor_old = v_factor
@@ -240,7 +242,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         wait_full(shared.v, use - 1, STAGES)
         acc_pending = issue_pv(p, shared.v, use - 1, acc, WG, CONFIG)
         ping_pong_arrive(WG, CONFIG)
-        key, block = key_block(use - n + lo, w, first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
+        block = key_block(use - n + lo, (key, has_mask_mod), first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
         if CONFIG.FP8:
             next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)  # a block ahead: loads take as long
         s = warpgroup_mma_wait(2 * len(CONFIG.HEAD_PARTS), deps=(s_pending,))
@@ -278,9 +280,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     skip_blocks(shared, stop, n, WG, CONFIG)
 
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
-    raised = flags
-    if flags is not None:
-        raised = flag_pointer(flags, t, WG, CONFIG)
+    raised = None if flags is None else flag_pointer(flags, t, WG, CONFIG)
     FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
     state = (acc, m_i, l_i, value_unit(v_factor, CONFIG))
     epilogue(state, (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)

@@ -18,7 +18,7 @@ from .dropout import kept_weights, query_words
 from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
 from .gluon_compat import barrier, column_indices, gl, gluon, opaque, opaque64, tma_stores_done
 from .mask_words import key_block, part_of
-from .pipeline import Tokens, key_blocks, read_tile_info, store_global, tensor_of
+from .pipeline import Tokens, first_key, key_blocks, read_tile_info, store_global, tensor_of
 
 # keys and columns of V at a time: few registers
 REPAIR_KEYS: gl.constexpr = gl.constexpr(16)
@@ -91,8 +91,9 @@ def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr
         acc = gl.zeros([ROWS, REPAIR_COLUMNS], gl.float32, acc_layout(REPAIR_COLUMNS))
         total = sink
         for n in range(lo, hi):
-            start, block = key_block(n, w, first, terms, CONFIG.BLOCK_N, REPAIR_KEYS, layout)
-            for j in range(start, start + CONFIG.BLOCK_N, REPAIR_KEYS):
+            found = first_key(n, w, terms.blocks, CONFIG.BLOCK_N)
+            block = key_block(n, found, first, terms, CONFIG.BLOCK_N, REPAIR_KEYS, layout)
+            for j in range(block.start, block.start + CONFIG.BLOCK_N, REPAIR_KEYS):
                 p = visible_p((w, first, span), part_of(block, opaque(j)), lse2, inputs, params, CONFIG)
                 total += gl.sum(gl.maximum(p, 0.0), 1)
                 p = gl.where(p > 0.0, kept_weights(p, words, opaque(j), terms), p)

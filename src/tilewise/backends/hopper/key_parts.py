@@ -1,4 +1,5 @@
-"""Tiles of keys that several programs compute: which queries each visits, and where it stores its part of dK and dV.
+"""Where dK and dV of a tile of keys are stored. Of a tile that several programs compute: which queries each visits, and
+where it stores its part.
 
 `backward_schedule.choose_split` says when. `postprocess_kernel` adds the parts in the order of their numbers.
 """
@@ -9,8 +10,9 @@ import triton
 import triton.language as tl
 
 from ..common.device.structs import PAD
-from .column_parts import total
+from .column_parts import flag_nonfinite, scaled, store_parts, total
 from .gluon_compat import gl, gluon, opaque
+from .pipeline import Tokens
 from .register_order import register_order_pointers
 
 
@@ -67,3 +69,32 @@ def store_key_part(ptr, acc, tile, SHARE: gl.constexpr, WIDTHS: gl.constexpr):
 def share_column(widths, part, share, columns):
     """The first column of a share of a column part, each of so many columns, among all."""
     return sum(widths[:part]) + share * columns
+
+
+@gluon.jit
+def store_dk(dk, w, staging, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Stores dK of this warpgroup's half of the key tile w, or its part of it."""
+    outputs = params.outputs
+    if outputs.flag is not None:
+        flag_nonfinite(outputs.flag, dk)
+    if CONFIG.SPLIT:
+        D: gl.constexpr = CONFIG.D
+        store_key_part(outputs.dk_parts, dk, part_tile(w, params) + WG, 0, D)
+    else:
+        tokens = Tokens(w.b, w.h, w.k0, w.n_k)
+        store_parts(outputs.dk, scaled(dk, params.scale), staging.dk, tokens, w.first + 64 * WG, WG)
+
+
+@gluon.jit
+def store_dv(dv, w, staging, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """The same for dV."""
+    outputs = params.outputs
+    if outputs.flag is not None:
+        flag_nonfinite(outputs.flag, dv)
+    if params.terms.seed is not None:
+        dv = scaled(dv, params.terms.rescale)
+    if CONFIG.SPLIT:
+        DV: gl.constexpr = CONFIG.DV
+        store_key_part(outputs.dv_parts, dv, part_tile(w, params) + WG, 0, DV)
+    else:
+        store_parts(outputs.dv, dv, staging.dv, Tokens(w.b, w.h, w.k0, w.n_k), w.first + 64 * WG, WG)

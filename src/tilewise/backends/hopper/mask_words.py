@@ -21,7 +21,6 @@ from ..common.launch import Launch, Memory
 from ..common.score_terms import device_terms, mask_mod
 from ..common.shapes import sequences_and_window
 from .gluon_compat import gl, gluon, load_row_words
-from .pipeline import first_key
 from .support import GPU
 
 TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a program
@@ -85,19 +84,19 @@ def mask_words_kernel(words, cu_q, cu_k, n_q, n_k, before, after, rows, heads, t
 
 
 @gluon.jit
-def key_block(n, w, first, terms, BLOCK: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """The first key of block n, and the block, for the queries from `first` on. Their scores have this layout, WIDTH
+def key_block(n, found, first, terms, BLOCK: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Block n of keys, which `first_key` found, for the queries from `first` on. Their scores have this layout, WIDTH
     keys at a time."""
-    start, has_mask_mod = first_key(n, w, terms.blocks, BLOCK)
+    start, has_mask_mod = found
     if terms.mask_words is None:
-        return start, KeyBlock(start, has_mask_mod, 0, 0)
+        return KeyBlock(start, has_mask_mod, 0, 0)
     else:
         own = terms.blocks.own
         has_mask_mod = has_mask_mod & (n >= 0)
         at = n * BLOCK
         row = ((at >> 7) << own) + (first & ((1 << own) - 1))
         words = load_row_words(terms.mask_words + row * WORDS, has_mask_mod, WIDTH, layout)
-        return start, KeyBlock(start, has_mask_mod, words, (at & (TILE - 1)) >> 2)
+        return KeyBlock(start, has_mask_mod, words, (at & (TILE - 1)) >> 2)
 
 
 @gluon.jit

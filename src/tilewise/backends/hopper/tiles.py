@@ -117,8 +117,8 @@ BACKWARD: tuple[tuple[int, int, bool, BackwardTile], ...] = (
     (64, 64, False, BackwardTile(64, 128, dq_by_tma=False)),
     # full 604, by atomics 568: the fence before dQ waits for them
     (128, 128, False, BackwardTile(64, 128, dq_by_tma=True)),
-    # the columns of Q and K in two parts (`backward_schedule.column_widths`); there is no room for a tile of dQ
-    (192, 128, True, BackwardTile(64, 128, dq_by_tma=False)),
+    # in two passes (`backward_passes`); there is no room for a tile of dQ
+    (192, 192, True, BackwardTile(64, 128, dq_by_tma=False)),
     # there is no room for a tile of dQ
     (256, 256, False, BackwardTile(64, 64, dq_by_tma=False)),
 )
