@@ -72,6 +72,7 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .key_parts import Parts, part_tile, store_key_part
+from .mask_words import row_words
 from .pipeline import (
     ANY_VALUE,
     TileScheduler,
@@ -200,25 +201,29 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     dk, dv = grads
     n, t = progress
     end = n + num_blocks(queries, CONFIG)
-    diagonal = w.first + 64 * WG + opaque(w.n_q) - opaque(w.n_k)
-    left = w.n_k - w.first - 64 * WG
+    first = w.first + 64 * WG
+    diagonal = first + opaque(w.n_q) - opaque(w.n_k)
+    left = w.n_k - first
     v = loaded_operands(shared.kv.v, WG, BLOCK_M) if CONFIG.V_IN_REGISTERS else ()
     keys = KeyRows(w, diagonal, left, t, v, sequence_word(w, params.terms))
     place = queries.start
     i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
+    words, shift = row_words(place, first, has_mask_mod, params.terms, BLOCK_M, acc_layout(BLOCK_M))
     g = gl.to_tensor(0)
     h = queries.head
     mbarrier.wait(shared.q.full.index(n & 1), (n >> 1) & 1)
     zero = opaque(gl.to_tensor(0))
     q = parts_at(shared.q.tiles, (n & 1) + zero)
     s = issue_abt(parts_at(shared.kv.k, WG + zero), half_rows(q, 0) if CONFIG.IN_HALVES else q)
-    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, n + 1 < end, 0)
+    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, n + 1 < end, 0, words, shift)
     s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, True, CONFIG)
     for m in range(n + 1, end):
         tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
         place, g = next_block(queries, place, g, CONFIG)
         i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
-        block = QueryBlock(m, h + g, i0, is_edge(queries, i0, CONFIG), has_mask_mod, m + 1 < end, tile)
+        words, shift = row_words(place, first, has_mask_mod, params.terms, BLOCK_M, acc_layout(BLOCK_M))
+        edge = is_edge(queries, i0, CONFIG)
+        block = QueryBlock(m, h + g, i0, edge, has_mask_mod, m + 1 < end, tile, words, shift)
         s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, False, CONFIG)
     tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
 

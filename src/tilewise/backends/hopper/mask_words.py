@@ -1,9 +1,9 @@
-"""The partial tiles of a block mask as bits, evaluated once for all heads before the forward.
+"""The partial tiles of a block mask as bits, evaluated once for all heads before the forward, and before the backward.
 
 A row of 128 keys is four words of 32 bits: bit 2 i + e of word l tells whether key 8 i + 2 l + e is visible. These are
 the keys that lane l of a row holds in the accumulator of a wgmma, in the order of its registers. Causal and window are
-part of the bits. In the forward a block then costs two loads, issued before its scores are waited for, and a select for
-each score, whatever the mask mod computes.
+part of the bits. A block then costs two loads, issued before its scores are waited for, and a select for each score,
+whatever the mask mod computes. The backward computes S^T: there a row is a key, and its bits are those of queries.
 """
 
 from typing import NamedTuple
@@ -54,15 +54,28 @@ def list_row(entry, offsets, rows):
 
 
 @triton.jit(**ANY_SIZE)
-def mask_words_kernel(words, cu_q, cu_k, n_q, n_k, before, after, rows, heads, terms, MASK_MOD: tl.constexpr):
-    """The words of TILE queries by TILE keys of a listed tile, if it is partial. `rows` of tiles have lists; a list is
-    of one of `heads` heads."""
+def mask_words_kernel(
+    words,
+    cu_q,
+    cu_k,
+    n_q,
+    n_k,
+    before,
+    after,
+    rows,
+    heads,
+    terms,
+    MASK_MOD: tl.constexpr,
+    BY_KEY: tl.constexpr,
+):
+    """The words of TILE queries by TILE keys of a listed tile, if it is partial; BY_KEY, those of keys by queries.
+    `rows` of tiles have lists; a list is of one of `heads` heads."""
     blocks = terms.blocks
-    queries_log = blocks.own - 7
-    keys_log = blocks.other - 7
-    part = tl.program_id(0) & ((1 << queries_log) - 1)  # of the queries of the tile
-    column = tl.program_id(0) >> queries_log  # TILE keys of the lists, concatenated
-    index = column >> keys_log
+    own_log = blocks.own - 7
+    other_log = blocks.other - 7
+    part = tl.program_id(0) & ((1 << own_log) - 1)  # of the rows of the tile
+    column = tl.program_id(0) >> own_log  # TILE columns of the lists, concatenated
+    index = column >> other_log
     entry = tl.load(blocks.entries + index)
     if entry & 2 == 0:
         row = list_row(index, blocks.offsets, rows)
@@ -74,12 +87,16 @@ def mask_words_kernel(words, cu_q, cu_k, n_q, n_k, before, after, rows, heads, t
             w = Work(b, h, first, 0, n_q, 0, n_k, 0)
         else:
             w = packed_tile(b, h, first, Sequences(cu_q, cu_k, n_q, n_k))
-        key = (entry >> 2 << blocks.other) + (column & ((1 << keys_log) - 1)) * TILE
+        other = (entry >> 2 << blocks.other) + (column & ((1 << other_log) - 1)) * TILE
         word = tl.arange(0, TILE * WORDS)
         bit = tl.arange(0, 32)[None, :]
         i = (first + word // WORDS)[:, None]
-        j = key + (bit >> 1) * 8 + (word % WORDS * 2)[:, None] + (bit & 1)
-        keep = visible(Pairs(w, h, i, j), ScoreParams(before, after, None, terms, None, MASK_MOD)) & (j == j)
+        j = other + (bit >> 1) * 8 + (word % WORDS * 2)[:, None] + (bit & 1)
+        all_pairs = (i == i) & (j == j)
+        if BY_KEY:
+            keep = visible(Pairs(w, h, j, i), ScoreParams(before, after, None, terms, None, MASK_MOD)) & all_pairs
+        else:
+            keep = visible(Pairs(w, h, i, j), ScoreParams(before, after, None, terms, None, MASK_MOD)) & all_pairs
         bits = tl.sum(tl.where(keep, 1 << bit, 0), 1)
         tl.store(words + ((column << blocks.own) + part * TILE) * WORDS + word, bits)
 
@@ -92,12 +109,22 @@ def key_block(n, w, first, terms, BLOCK: gl.constexpr, WIDTH: gl.constexpr, layo
     if terms.mask_words is None:
         return start, KeyBlock(start, has_mask_mod, 0, 0)
     else:
-        own = terms.blocks.own
         has_mask_mod = has_mask_mod & (n >= 0)
-        at = n * BLOCK
+        words, shift = row_words(n * BLOCK, first, has_mask_mod, terms, WIDTH, layout)
+        return start, KeyBlock(start, has_mask_mod, words, shift)
+
+
+@gluon.jit
+def row_words(at, first, has_mask_mod, terms, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """The words of the 64 rows from `first` on in the block at position `at` of the loop, if it `has_mask_mod`, and how
+    many of their bits belong to columns before it. 0 without mask words."""
+    if terms.mask_words is None:
+        return 0, 0
+    else:
+        own = terms.blocks.own
         row = ((at >> 7) << own) + (first & ((1 << own) - 1))
         words = load_row_words(terms.mask_words + row * WORDS, has_mask_mod, WIDTH, layout)
-        return start, KeyBlock(start, has_mask_mod, words, (at & (TILE - 1)) >> 2)
+        return words, (at & (TILE - 1)) >> 2
 
 
 @gluon.jit
@@ -116,24 +143,36 @@ def uses_words(request: Request) -> bool:
     return shared and 0 < _size(request) <= MAX_WORDS
 
 
+def uses_words_by_key(request: Request) -> bool:
+    """The same for the backward, whose kernels of head dims above 128 evaluate the mod themselves."""
+    return uses_words(request) and max(request.q.shape[-1], request.v.shape[-1]) <= 128
+
+
+def without_mask_mod(request: Request) -> Request:
+    """The request as a kernel sees it that reads words."""
+    return request._replace(spec=request.spec._replace(mask_mod=None))
+
+
 def _size(request: Request) -> int:
     """Words of all listed tiles."""
     block_q, block_k, *_ = request.spec.mask_block
     return request.blocks[1].shape[0] * block_q * block_k // 32
 
 
-def new_words(request: Request, memory: Memory) -> Tensor | None:
-    """Memory for the words, or None if the forward evaluates the mod."""
-    return memory.empty((_size(request),), torch.int32) if uses_words(request) else None
+def new_words(request: Request, memory: Memory, by_key: bool = False) -> Tensor | None:
+    """Memory for the words, or None if the forward, or `by_key` the backward, evaluates the mod."""
+    used = uses_words_by_key(request) if by_key else uses_words(request)
+    return memory.empty((_size(request),), torch.int32) if used else None
 
 
-def words_launches(request: Request, words: Tensor | None) -> list[Launch]:
-    """The launch that evaluates the partial tiles, if there are words."""
+def words_launches(request: Request, words: Tensor | None, by_key: bool = False) -> list[Launch]:
+    """The launch that evaluates the partial tiles, if there are words; `by_key`: those of the lists of keys."""
     if words is None:
         return []
-    terms = device_terms(request, GPU, (TILE.value, TILE.value))
+    terms = device_terms(request, GPU, (TILE.value, TILE.value), by_key)
     terms = Terms(mask=terms.mask, blocks=terms.blocks)
-    rows, heads = request.blocks[0].shape[0] - 1, request.spec.mask_block[3]
+    rows, heads = request.blocks[2 * by_key].shape[0] - 1, request.spec.mask_block[3]
     args = words, *sequences_and_window(request), rows, heads, terms
     programs = words.numel() // (TILE.value * WORDS.value)
-    return [Launch(mask_words_kernel, programs, args, {"MASK_MOD": mask_mod(request), "num_warps": 8})]
+    options = {"MASK_MOD": mask_mod(request), "BY_KEY": by_key, "num_warps": 8}
+    return [Launch(mask_words_kernel, programs, args, options)]
