@@ -150,8 +150,10 @@ def preprocess_launch(call: BackwardCall) -> Launch:
     return Launch(preprocess_kernel, size.programs(size.n_q, size.heads, PAD.value), args, options)
 
 
-def backward_config(request: Request, space: Workspace, fold_scale: bool) -> BackwardConfig:
+def backward_config(request: Request, space: Workspace, fold_scale: bool, has_words: bool = False) -> BackwardConfig:
+    """`has_words`: the mask mod is evaluated ahead, as words."""
     d, dv = space.widths
+    request = without_mask_mod(request) if has_words else request
     plain, deterministic = request.is_plain, request.spec.deterministic
     has_terms = not request._replace(seed=None).is_plain
     tile = backward_tile(sum(d), sum(dv), plain=plain, deterministic=deterministic)
@@ -167,9 +169,9 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
         DQ_BY_TMA=tile.dq_by_tma or (deterministic and not wide),
         HAS_TERMS=has_terms,
         FOLD_SCALE=fold_scale,
-        SCORES_FIRST=has_terms and sum(d) > 64,
+        SCORES_FIRST=(has_terms or has_words) and sum(d) > 64,
         IN_HALVES=sum(d) > 128 and not wide,
-        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain,  # with terms 172 bytes would spill
+        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain and not has_words,  # 172 bytes would spill
         WIDE=wide,
         SPLIT=space.split is not None,
     )
@@ -204,7 +206,7 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
     request, bwd_inputs, (_, dk, dv), space, size, mask_words = call
     q, k, v, spec = request[:4]
     split = space.split or Split()
-    config = backward_config(request if mask_words is None else without_mask_mod(request), space, score["FOLD"])
+    config = backward_config(request, space, score["FOLD"], mask_words is not None)
     if config.HAS_TERMS and not config.FOLD_SCALE:
         score_scale = 1.0  # the scores have been multiplied
     schedule = tile_schedule(size, spec, split.parts, config.BLOCK_N, num_sms)
