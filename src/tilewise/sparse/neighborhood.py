@@ -177,7 +177,10 @@ def _kept_layout(windows: tuple[Window, ...], device: str) -> Layout:
     """The same for every call with such a grid and window."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         axes = [_axis(window) for window in windows]
-        queries, keys = (_order(windows, axes, box) for box in boxes_of(windows))
+        query_box, key_box = boxes_of(windows)
+        # The two halves of a box of queries, along its longest axis, then see the first and the last tiles of its list.
+        digits = sorted(range(len(axes)), key=lambda n: -query_box[n])
+        queries, keys = (_order([axis.place for axis in axes], box, digits) for box in (query_box, key_box))
         tables = []
         for n, axis in enumerate(axes):
             coordinate = torch.arange(windows[n].length).view([-1 if m == n else 1 for m in range(len(axes))])
@@ -190,14 +193,15 @@ def _kept_layout(windows: tuple[Window, ...], device: str) -> Layout:
         return Layout(*(x.to(device) for x in orders), mask)
 
 
-def _order(windows: Sequence[Window], axes: Sequence[Axis], box: Sequence[int]) -> Tensor:
-    """The tokens box by box."""
-    places = torch.meshgrid(*(axis.place for axis in axes), indexing="ij")
-    key = torch.zeros_like(places[0])
+def _order(places: Sequence[Tensor], box: Sequence[int], digits: Sequence[int]) -> Tensor:
+    """The tokens box by box. Boxes, and tokens in a box, are sorted by their coordinates along the axes `digits`, the
+    first of them above all."""
+    grid = torch.meshgrid(*places, indexing="ij")
+    key = torch.zeros_like(grid[0])
     for part in ("box", "inside"):
-        for window, place, size in zip(windows, places, box, strict=True):
-            count = -(-window.length // size) if part == "box" else size
-            key = key * count + (place // size if part == "box" else place % size)
+        for n in digits:
+            count = -(-len(places[n]) // box[n]) if part == "box" else box[n]
+            key = key * count + (grid[n] // box[n] if part == "box" else grid[n] % box[n])
     return key.flatten().argsort(stable=True)
 
 

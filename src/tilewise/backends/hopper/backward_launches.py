@@ -21,7 +21,7 @@ from .backward_schedule import Split, Widths, choose_split, column_widths, padde
 from .backward_tiles import BackwardConfig
 from .descriptors import descriptor, output, part_descriptors
 from .gluon_compat import TensorDescriptor, gl
-from .mask_words import new_words, without_mask_mod, words_launches
+from .mask_words import new_words, with_words, without_mask_mod, words_launches
 from .postprocess import (
     PostprocessConfig,
     PostprocessTensors,
@@ -216,9 +216,9 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
         TensorDescriptor(x, x.shape, x.stride(), [1, config.BLOCK_M], UNSWIZZLED) for x in (space.lse2, space.delta)
     )
     dq_box = [min(columns for pieces in config.DQ_PIECES for _, _, columns in pieces) // 4, 256]
-    terms = device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True)
-    if mask_words is not None:
-        terms = terms._replace(mask=(), mask_words=mask_words)
+    terms = with_words(
+        device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True), request, mask_words
+    )
     args = (
         *part_descriptors(q, config.BLOCK_M, config.D),
         *part_descriptors(k, 64, config.D),

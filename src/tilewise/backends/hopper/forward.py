@@ -55,7 +55,7 @@ from .gluon_compat import (
     tma,
     warpgroup_mma_wait,
 )
-from .mask_words import key_block
+from .mask_words import key_block, seen_blocks
 from .pipeline import (
     ANY_VALUE,
     KvCache,
@@ -194,6 +194,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     SLOT: gl.constexpr = WG % (CONFIG.BLOCK_M // ROWS)
     first = w.first + SLOT * ROWS
     mine, end, span = key_blocks(first, w, params, ROWS, BLOCK_N)
+    mine, end = seen_blocks(mine, end, first, terms, BLOCK_N)
     end = gl.where(first < w.n_q, end, mine)  # a warpgroup without queries visits one block
     mine = gl.minimum(mine if terms.blocks.offsets is None else gl.maximum(mine, lo), hi - 1)
     start = n + mine - lo

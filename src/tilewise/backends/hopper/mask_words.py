@@ -4,6 +4,9 @@ A row of 128 keys is four words of 32 bits: bit 2 i + e of word l tells whether 
 the keys that lane l of a row holds in the accumulator of a wgmma, in the order of its registers. Causal and window are
 part of the bits. A block then costs two loads, issued before its scores are waited for, and a select for each score,
 whatever the mask mod computes. The backward computes S^T: there a row is a key, and its bits are those of queries.
+
+The forward also learns which 64 queries see nothing of a tile: a warpgroup leaves out such tiles at both ends of a
+list.
 """
 
 from typing import NamedTuple
@@ -27,6 +30,7 @@ from .support import GPU
 TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a program
 WORDS: tl.constexpr = tl.constexpr(4)  # of a row of TILE keys
 MAX_WORDS = 1 << 24  # 64 MB; the forward evaluates the mod of longer lists itself
+ENDS: tl.constexpr = tl.constexpr(32)  # tiles at an end of a list that a warpgroup may leave out
 MIN_SHARING = 4  # (batch, head) rows that share a list, below which the forward evaluates the mod itself
 
 
@@ -68,8 +72,8 @@ def mask_words_kernel(
     MASK_MOD: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):
-    """The words of TILE queries by TILE keys of a listed tile, if it is partial; BY_KEY, those of keys by queries.
-    `rows` of tiles have lists; a list is of one of `heads` heads."""
+    """The words of TILE queries by TILE keys of a listed tile, if it is partial; BY_KEY, those of keys by queries. And
+    terms.mask_seen, if it is not None. `rows` of tiles have lists; a list is of one of `heads` heads."""
     blocks = terms.blocks
     own_log = blocks.own - 7
     other_log = blocks.other - 7
@@ -77,6 +81,7 @@ def mask_words_kernel(
     column = tl.program_id(0) >> own_log  # TILE columns of the lists, concatenated
     index = column >> other_log
     entry = tl.load(blocks.entries + index)
+    seen = tl.full([2], 1, tl.int32)  # by 64 rows
     if entry & 2 == 0:
         row = list_row(index, blocks.offsets, rows)
         rows_each = blocks.rows // 16
@@ -99,6 +104,9 @@ def mask_words_kernel(
             keep = visible(Pairs(w, h, i, j), ScoreParams(before, after, None, terms, None, MASK_MOD)) & all_pairs
         bits = tl.sum(tl.where(keep, 1 << bit, 0), 1)
         tl.store(words + ((column << blocks.own) + part * TILE) * WORDS + word, bits)
+        seen = tl.max((bits != 0).to(tl.int32).reshape(2, TILE * WORDS // 2), 1)
+    if terms.mask_seen is not None:
+        tl.store(terms.mask_seen + (column << (blocks.own - 6)) + part * 2 + tl.arange(0, 2), seen)
 
 
 @gluon.jit
@@ -128,6 +136,26 @@ def row_words(at, first, has_mask_mod, terms, WIDTH: gl.constexpr, layout: gl.co
 
 
 @gluon.jit
+def seen_blocks(lo, hi, first, terms, BLOCK: gl.constexpr):
+    """The blocks [lo, hi) without those at both ends in whose tiles the 64 queries from `first` on see no key."""
+    if terms.mask_seen is None:
+        return lo, hi
+    else:
+        n = gl.arange(0, ENDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        own = terms.blocks.own
+        step = 1 << (own - 6)  # flags of a tile
+        low = lo * BLOCK >> 7
+        high = (hi * BLOCK - 1) >> 7
+        inside = (n <= high - low) & (lo >= 0)
+        seen = terms.mask_seen + ((first & ((1 << own) - 1)) >> 6)
+        left = gl.load(seen + (low + n) * step, mask=inside, other=1)
+        right = gl.load(seen + (high - n) * step, mask=inside, other=1)
+        low += ENDS - gl.max(gl.where(left > 0, ENDS - n, 0), 0)
+        high -= ENDS - gl.max(gl.where(right > 0, ENDS - n, 0), 0)
+        return gl.maximum(lo, (low << 7) // BLOCK), gl.minimum(hi, ((high + 1) << 7) // BLOCK)
+
+
+@gluon.jit
 def part_of(block, start):
     """The same block from key `start` on, a multiple of 16 after its first key."""
     return KeyBlock(start, block.has_mask_mod, block.words, block.shift + ((start - block.start) >> 2))
@@ -153,16 +181,31 @@ def without_mask_mod(request: Request) -> Request:
     return request._replace(spec=request.spec._replace(mask_mod=None))
 
 
+def with_words(terms: Terms, request: Request, words: Tensor | None) -> Terms:
+    """The terms of a kernel that reads these words, if there are any, instead of evaluating the mod."""
+    if words is None:
+        return terms
+    seen = words[_size(request) :] if words.numel() > _size(request) else None
+    return terms._replace(mask=(), mask_words=words, mask_seen=seen)
+
+
 def _size(request: Request) -> int:
     """Words of all listed tiles."""
     block_q, block_k, *_ = request.spec.mask_block
     return request.blocks[1].shape[0] * block_q * block_k // 32
 
 
+def _flags(request: Request) -> int:
+    """For 64 queries of 128 keys of the listed tiles one."""
+    return _size(request) // (64 * WORDS.value)
+
+
 def new_words(request: Request, memory: Memory, by_key: bool = False) -> Tensor | None:
-    """Memory for the words, or None if the forward, or `by_key` the backward, evaluates the mod."""
+    """Memory for the words, in the forward followed by what becomes `mask_seen`; or None if the forward, or `by_key`
+    the backward, evaluates the mod."""
     used = uses_words_by_key(request) if by_key else uses_words(request)
-    return memory.empty((_size(request),), torch.int32) if used else None
+    size = _size(request) + (0 if by_key else _flags(request)) if used else 0
+    return memory.empty((size,), torch.int32) if used else None
 
 
 def words_launches(request: Request, words: Tensor | None, by_key: bool = False) -> list[Launch]:
@@ -170,9 +213,9 @@ def words_launches(request: Request, words: Tensor | None, by_key: bool = False)
     if words is None:
         return []
     terms = device_terms(request, GPU, (TILE.value, TILE.value), by_key)
-    terms = Terms(mask=terms.mask, blocks=terms.blocks)
+    terms = Terms(mask=terms.mask, blocks=terms.blocks, mask_seen=with_words(terms, request, words).mask_seen)
     rows, heads = request.blocks[2 * by_key].shape[0] - 1, request.spec.mask_block[3]
     args = words, *sequences_and_window(request), rows, heads, terms
-    programs = words.numel() // (TILE.value * WORDS.value)
+    programs = _size(request) // (TILE.value * WORDS.value)
     options = {"MASK_MOD": mask_mod(request), "BY_KEY": by_key, "num_warps": 8}
     return [Launch(mask_words_kernel, programs, args, options)]
