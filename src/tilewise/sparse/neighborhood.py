@@ -2,8 +2,8 @@
 
 Row by row, the window of an image's token is kernel_size short runs far apart, and a tile of queries needs many tiles
 of keys. So tokens are permuted into boxes of TILE tokens, shaped so that a box of queries sees few boxes of keys, and
-the results are permuted back. With dilation d, tokens whose coordinates differ by multiples of d form an axis of their own: they come
-next to each other first, and a window is again a range.
+the results are permuted back. With dilation d, tokens whose coordinates differ by multiples of d form an axis of their
+own: they come next to each other first, and a window is again a range.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def _kept_layout(windows: tuple[Window, ...], device: str) -> Layout:
             tables += [x[flat[order]].int().to(device) for x, order in sides]
         tokens = prod(window.length for window in windows)
         mask = block_mask(NEAR[len(windows)](*tables), tokens, tokens)
-        orders = (x for order in (queries, keys) for x in (order, order.argsort()))
-        return Layout(*(x.to(device) for x in orders), mask)
+        places, inverses = zip(*((x.to(device), x.argsort().to(device)) for x in (queries, keys)), strict=True)
+        return Layout(places[0], inverses[0], places[1], inverses[1], mask)
 
 
 def _order(places: Sequence[Tensor], box: Sequence[int], digits: Sequence[int]) -> Tensor:

@@ -216,9 +216,7 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
         TensorDescriptor(x, x.shape, x.stride(), [1, config.BLOCK_M], UNSWIZZLED) for x in (space.lse2, space.delta)
     )
     dq_box = [min(columns for pieces in config.DQ_PIECES for _, _, columns in pieces) // 4, 256]
-    terms = with_words(
-        device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True), request, mask_words
-    )
+    terms = with_words(device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True), request, mask_words)
     args = (
         *part_descriptors(q, config.BLOCK_M, config.D),
         *part_descriptors(k, 64, config.D),
