@@ -24,7 +24,7 @@ from ..common.launch import Launch, Memory
 from ..common.score_terms import device_terms, mask_mod
 from ..common.shapes import sequences_and_window
 from .gluon_compat import gl, gluon, load_row_words
-from .pipeline import first_key
+from .pipeline import first_key, key_blocks
 from .support import GPU
 
 TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a program
@@ -136,11 +136,12 @@ def row_words(at, first, has_mask_mod, terms, WIDTH: gl.constexpr, layout: gl.co
 
 
 @gluon.jit
-def seen_blocks(lo, hi, first, terms, BLOCK: gl.constexpr):
-    """The blocks [lo, hi) without those at both ends in whose tiles the 64 queries from `first` on see no key."""
-    if terms.mask_seen is None:
-        return lo, hi
-    else:
+def seen_blocks(first, w, params, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """`key_blocks` of the ROWS, 64, queries from `first` on, without blocks at both ends in whose tiles they see no
+    key."""
+    terms = params.terms
+    lo, hi, span = key_blocks(first, w, params, ROWS, BLOCK)
+    if terms.mask_seen is not None:
         n = gl.arange(0, ENDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         own = terms.blocks.own
         step = 1 << (own - 6)  # flags of a tile
@@ -152,7 +153,9 @@ def seen_blocks(lo, hi, first, terms, BLOCK: gl.constexpr):
         right = gl.load(seen + (high - n) * step, mask=inside, other=1)
         low += ENDS - gl.max(gl.where(left > 0, ENDS - n, 0), 0)
         high -= ENDS - gl.max(gl.where(right > 0, ENDS - n, 0), 0)
-        return gl.maximum(lo, (low << 7) // BLOCK), gl.minimum(hi, ((high + 1) << 7) // BLOCK)
+        lo = gl.maximum(lo, (low << 7) // BLOCK)
+        hi = gl.minimum(hi, ((high + 1) << 7) // BLOCK)
+    return lo, hi, span
 
 
 @gluon.jit
