@@ -206,9 +206,11 @@ def sequence_keys(size: CallShape) -> int:
 def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool) -> ForwardConfig:
     """`keys`: the number of keys of one sequence; None if it is not known."""
     has_score_terms = spec.score_mod is not None or has_bias
-    plain = not has_score_terms and spec.mask_mod is None and not spec.dropout_p
+    unmodified = not has_score_terms and not spec.dropout_p
+    plain, listed = unmodified and spec.mask_mod is None, unmodified and bool(spec.mask_block)
     window = tiles.window_size(spec.before, spec.after)
-    tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=keys, window=window, plain=plain)
+    kind = {"banded": is_uneven(spec), "plain": plain, "listed": listed}
+    tile = tiles.forward_tile(size.d, size.dv, keys=keys, window=window, **kind)
     splits_columns = max(size.d, size.dv) > tiles.MAX_WHOLE_ROWS
     block_dv = padded(size.dv, 64) // (2 if splits_columns else 1)
     return ForwardConfig(

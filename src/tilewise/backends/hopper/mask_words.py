@@ -27,7 +27,8 @@ from .gluon_compat import gl, gluon, load_row_words
 from .pipeline import first_key, key_blocks
 from .support import GPU
 
-TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a program
+TILE: tl.constexpr = tl.constexpr(128)  # keys of a row of words
+ROWS: tl.constexpr = tl.constexpr(32)  # queries of a program, one warp: a lane then has four keys, and loads are few
 WORDS: tl.constexpr = tl.constexpr(4)  # of a row of TILE keys
 MAX_WORDS = 1 << 24  # 64 MB; the forward evaluates the mod of longer lists itself
 ENDS: tl.constexpr = tl.constexpr(32)  # tiles at an end of a list that a warpgroup may leave out
@@ -72,41 +73,42 @@ def mask_words_kernel(
     MASK_MOD: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):
-    """The words of TILE queries by TILE keys of a listed tile, if it is partial; BY_KEY, those of keys by queries. And
+    """The words of ROWS queries by TILE keys of a listed tile, if it is partial; BY_KEY, those of keys by queries. And
     terms.mask_seen, if it is not None. `rows` of tiles have lists; a list is of one of `heads` heads."""
     blocks = terms.blocks
-    own_log = blocks.own - 7
+    own_log = blocks.own - 5
     other_log = blocks.other - 7
     part = tl.program_id(0) & ((1 << own_log) - 1)  # of the rows of the tile
     column = tl.program_id(0) >> own_log  # TILE columns of the lists, concatenated
     index = column >> other_log
     entry = tl.load(blocks.entries + index)
-    seen = tl.full([2], 1, tl.int32)  # by 64 rows
+    seen = 1
     if entry & 2 == 0:
         row = list_row(index, blocks.offsets, rows)
         rows_each = blocks.rows // 16
         b = row // rows_each // heads
         h = row // rows_each % heads
-        first = (row % rows_each << blocks.own) + part * TILE
+        first = (row % rows_each << blocks.own) + part * ROWS
         if cu_q is None:
             w = Work(b, h, first, 0, n_q, 0, n_k, 0)
         else:
             w = packed_tile(b, h, first, Sequences(cu_q, cu_k, n_q, n_k))
         other = (entry >> 2 << blocks.other) + (column & ((1 << other_log) - 1)) * TILE
-        word = tl.arange(0, TILE * WORDS)
-        bit = tl.arange(0, 32)[None, :]
-        i = (first + word // WORDS)[:, None]
-        j = other + (bit >> 1) * 8 + (word % WORDS * 2)[:, None] + (bit & 1)
+        c = tl.arange(0, TILE)
+        i = (first + tl.arange(0, ROWS))[:, None]
+        j = (other + c)[None, :]
         all_pairs = (i == i) & (j == j)
         if BY_KEY:
             keep = visible(Pairs(w, h, j, i), ScoreParams(before, after, None, terms, None, MASK_MOD)) & all_pairs
         else:
             keep = visible(Pairs(w, h, i, j), ScoreParams(before, after, None, terms, None, MASK_MOD)) & all_pairs
-        bits = tl.sum(tl.where(keep, 1 << bit, 0), 1)
-        tl.store(words + ((column << blocks.own) + part * TILE) * WORDS + word, bits)
-        seen = tl.max((bits != 0).to(tl.int32).reshape(2, TILE * WORDS // 2), 1)
+        bit = tl.where(keep, (1 << ((c >> 3) * 2 + (c & 1)))[None, :], 0)
+        bits = tl.sum(tl.sum(bit.reshape(ROWS, TILE // 8, WORDS, 2), 3), 1).reshape(ROWS * WORDS)
+        word = tl.arange(0, ROWS * WORDS)
+        tl.store(words + ((column << blocks.own) + part * ROWS) * WORDS + word, bits)
+        seen = tl.max((bits != 0).to(tl.int32), 0)
     if terms.mask_seen is not None:
-        tl.store(terms.mask_seen + (column << (blocks.own - 6)) + part * 2 + tl.arange(0, 2), seen)
+        tl.store(terms.mask_seen + (column << own_log) + part, seen)
 
 
 @gluon.jit
@@ -136,21 +138,22 @@ def row_words(at, first, has_mask_mod, terms, WIDTH: gl.constexpr, layout: gl.co
 
 
 @gluon.jit
-def seen_blocks(first, w, params, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """`key_blocks` of the ROWS, 64, queries from `first` on, without blocks at both ends in whose tiles they see no
-    key."""
+def seen_blocks(first, w, params, BLOCK: gl.constexpr):
+    """`key_blocks` of the 64 queries from `first` on, without blocks at both ends in whose tiles they see no key."""
     terms = params.terms
     lo, hi, span = key_blocks(first, w, params, ROWS, BLOCK)
     if terms.mask_seen is not None:
         n = gl.arange(0, ENDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         own = terms.blocks.own
-        step = 1 << (own - 6)  # flags of a tile
+        step = 1 << (own - 5)  # flags of a tile
         low = lo * BLOCK >> 7
         high = (hi * BLOCK - 1) >> 7
         inside = (n <= high - low) & (lo >= 0)
-        seen = terms.mask_seen + ((first & ((1 << own) - 1)) >> 6)
-        left = gl.load(seen + (low + n) * step, mask=inside, other=1)
-        right = gl.load(seen + (high - n) * step, mask=inside, other=1)
+        seen = terms.mask_seen + ((first & ((1 << own) - 1)) >> 5)
+        left = seen + (low + n) * step
+        right = seen + (high - n) * step
+        left = gl.load(left, mask=inside, other=1) | gl.load(left + 1, mask=inside, other=1)
+        right = gl.load(right, mask=inside, other=1) | gl.load(right + 1, mask=inside, other=1)
         low += ENDS - gl.max(gl.where(left > 0, ENDS - n, 0), 0)
         high -= ENDS - gl.max(gl.where(right > 0, ENDS - n, 0), 0)
         lo = gl.maximum(lo, (low << 7) // BLOCK)
@@ -199,8 +202,8 @@ def _size(request: Request) -> int:
 
 
 def _flags(request: Request) -> int:
-    """For 64 queries of 128 keys of the listed tiles one."""
-    return _size(request) // (64 * WORDS.value)
+    """One for ROWS queries and TILE keys of the listed tiles."""
+    return _size(request) // (ROWS.value * WORDS.value)
 
 
 def new_words(request: Request, memory: Memory, by_key: bool = False) -> Tensor | None:
@@ -219,6 +222,6 @@ def words_launches(request: Request, words: Tensor | None, by_key: bool = False)
     terms = Terms(mask=terms.mask, blocks=terms.blocks, mask_seen=with_words(terms, request, words).mask_seen)
     rows, heads = request.blocks[2 * by_key].shape[0] - 1, request.spec.mask_block[3]
     args = words, *sequences_and_window(request), rows, heads, terms
-    programs = _size(request) // (TILE.value * WORDS.value)
-    options = {"MASK_MOD": mask_mod(request), "BY_KEY": by_key, "num_warps": 8}
+    programs = _flags(request)
+    options = {"MASK_MOD": mask_mod(request), "BY_KEY": by_key, "num_warps": 1}
     return [Launch(mask_words_kernel, programs, args, options)]

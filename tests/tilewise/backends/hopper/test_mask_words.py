@@ -40,7 +40,7 @@ def test_words_and_flags(by_key: bool, size: int) -> None:
     visible = visible.mT if by_key else visible
     offsets, entries = mask.lists[2:] if by_key else mask.lists[:2]
     rows = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
-    flags = words[len(entries) * own * other // 32 :].view(-1, own // 64)
+    flags = words[len(entries) * own * other // 32 :].view(-1, own // 32)
     column = torch.arange(128)
     checked = 0
     for at, (row, entry) in enumerate(zip(rows.tolist(), entries.tolist(), strict=True)):
@@ -53,6 +53,6 @@ def test_words_and_flags(by_key: bool, size: int) -> None:
                 assert torch.equal((bits >> (column // 8 * 2 + column % 2)) & 1 > 0, tile)
                 checked += 1
             if not by_key:
-                seen = tile.unflatten(0, (-1, 64)).any(2).any(1) | (entry & 2 > 0)
+                seen = tile.unflatten(0, (-1, 32)).any(2).any(1) | (entry & 2 > 0)
                 assert torch.equal(flags[n] > 0, seen)
     assert checked and (by_key or not bool((flags > 0).all()))
