@@ -29,6 +29,7 @@ from .support import GPU
 
 TILE: tl.constexpr = tl.constexpr(128)  # keys of a row of words
 ROWS: tl.constexpr = tl.constexpr(32)  # queries of a program, one warp: a lane then has four keys, and loads are few
+WARPGROUP_ROWS: tl.constexpr = tl.constexpr(64)
 WORDS: tl.constexpr = tl.constexpr(4)  # of a row of TILE keys
 MAX_WORDS = 1 << 24  # 64 MB; the forward evaluates the mod of longer lists itself
 ENDS: tl.constexpr = tl.constexpr(32)  # tiles at an end of a list that a warpgroup may leave out
@@ -141,7 +142,7 @@ def row_words(at, first, has_mask_mod, terms, WIDTH: gl.constexpr, layout: gl.co
 def seen_blocks(first, w, params, BLOCK: gl.constexpr):
     """`key_blocks` of the 64 queries from `first` on, without blocks at both ends in whose tiles they see no key."""
     terms = params.terms
-    lo, hi, span = key_blocks(first, w, params, ROWS, BLOCK)
+    lo, hi, span = key_blocks(first, w, params, WARPGROUP_ROWS, BLOCK)
     if terms.mask_seen is not None:
         n = gl.arange(0, ENDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         own = terms.blocks.own
