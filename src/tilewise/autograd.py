@@ -189,7 +189,8 @@ def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor 
         if ops.chosen(request).name == REFERENCE:
             every = (*wanted, *(False,) * (num_differentiable(spec) - n))
             return ReferenceBackend.differentiable_backward(request, bwd_inputs, every)[:n]
-        arguments_of: Any = (wanted, spec, *bwd_inputs, *tensors)
+        # Out and lse get no gradient; if torch knew where they come from, it would run this backward with zeros.
+        arguments_of: Any = (wanted, spec, out.detach(), lse.detach(), *bwd_inputs[2:], *tensors)
         return FirstDerivative.apply(*arguments_of)  # type: ignore[no-untyped-call]
 
     is_stack = not torch.compiler.is_compiling() and is_batched(dout, dlse)

@@ -1,9 +1,9 @@
 """Neighbourhood attention (NATTEN) in 1, 2 and 3 dimensions: each token sees a window of kernel_size tokens an axis.
 
 Row by row, the window of an image's token is kernel_size short runs far apart, and a tile of queries needs many tiles
-of keys. So tokens are permuted into boxes of TILE tokens, shaped so that a box sees few others, and the results are
-permuted back. With dilation d, tokens whose coordinates differ by multiples of d form an axis of their own: they come
-next to each other first, and a window is again a range.
+of keys. So tokens are permuted into boxes of TILE tokens, shaped so that a box of queries sees few boxes of keys, and
+the results are permuted back. With dilation d, tokens whose coordinates differ by multiples of d form an axis of their
+own: they come next to each other first, and a window is again a range.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ class Axis(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The order of the tokens in boxes, its inverse, and the mask in that order."""
+    """The orders of queries and of keys in their boxes, the inverses, and the mask in these orders."""
 
-    order: Tensor
-    inverse: Tensor
+    queries: Tensor
+    queries_inverse: Tensor
+    keys: Tensor
+    keys_inverse: Tensor
     mask: BlockMask
 
 
@@ -126,9 +128,10 @@ def neighborhood(
         shaped: Tensor = attention(*rows, scale=scale, backend=backend).unflatten(1, space)
         return shaped
     layout = Layout(*_layout(windows, str(q.device)))
-    rows = [_permuted(x, layout.order, layout.inverse) for x in rows]
-    out: Tensor = attention(*rows, mask_mod=layout.mask, scale=scale, backend=backend)
-    found: Tensor = _permuted(out, layout.inverse, layout.order).unflatten(1, space)
+    query_rows = _permuted(rows[0], layout.queries, layout.queries_inverse)
+    key_rows = [_permuted(x, layout.keys, layout.keys_inverse) for x in rows[1:]]
+    out: Tensor = attention(query_rows, *key_rows, mask_mod=layout.mask, scale=scale, backend=backend)
+    found: Tensor = _permuted(out, layout.queries_inverse, layout.queries).unflatten(1, space)
     return found
 
 
@@ -174,41 +177,64 @@ def _kept_layout(windows: tuple[Window, ...], device: str) -> Layout:
     """The same for every call with such a grid and window."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         axes = [_axis(window) for window in windows]
-        places = torch.meshgrid(*(axis.place for axis in axes), indexing="ij")
-        key = torch.zeros_like(places[0])
-        for part in ("box", "inside"):
-            for window, place, size in zip(windows, places, box_of(windows), strict=True):
-                count = -(-window.length // size) if part == "box" else size
-                key = key * count + (place // size if part == "box" else place % size)
-        order = key.flatten().argsort(stable=True)
+        query_box, key_box = boxes_of(windows)
+        # The two halves of a box of queries, along its longest axis, then see the first and the last tiles of its list.
+        digits = sorted(range(len(axes)), key=lambda n: -query_box[n])
+        queries, keys = (_order([axis.place for axis in axes], box, digits) for box in (query_box, key_box))
         tables = []
         for n, axis in enumerate(axes):
             coordinate = torch.arange(windows[n].length).view([-1 if m == n else 1 for m in range(len(axes))])
-            flat = coordinate.expand([w.length for w in windows]).flatten()[order]
-            tables += [x[flat].int().to(device) for x in axis]
+            flat = coordinate.expand([w.length for w in windows]).flatten()
+            sides = zip(axis, (keys, queries, queries), strict=True)
+            tables += [x[flat[order]].int().to(device) for x, order in sides]
         tokens = prod(window.length for window in windows)
         mask = block_mask(NEAR[len(windows)](*tables), tokens, tokens)
-        return Layout(order.to(device), order.argsort().to(device), mask)
+        places, inverses = zip(*((x.to(device), x.argsort().to(device)) for x in (queries, keys)), strict=True)
+        return Layout(places[0], inverses[0], places[1], inverses[1], mask)
 
 
-def box_of(windows: Sequence[Window]) -> tuple[int, ...]:
-    """The tokens along each axis of a box, powers of two: the shape of TILE tokens that sees the fewest boxes.
+def _order(places: Sequence[Tensor], box: Sequence[int], digits: Sequence[int]) -> Tensor:
+    """The tokens box by box. Boxes, and tokens in a box, are sorted by their coordinates along the axes `digits`, the
+    first of them above all."""
+    grid = torch.meshgrid(*places, indexing="ij")
+    key = torch.zeros_like(grid[0])
+    for part in ("box", "inside"):
+        for n in digits:
+            count = -(-len(places[n]) // box[n]) if part == "box" else box[n]
+            key = key * count + (grid[n] // box[n] if part == "box" else grid[n] % box[n])
+    return key.flatten().argsort(stable=True)
 
-    >>> box_of([Window(128, 13, 1, False)] * 2), box_of([Window(32, 7, 1, False)] * 2)
-    ((8, 16), (4, 32))
+
+def boxes_of(windows: Sequence[Window]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens along each axis of a box of queries and of a box of keys, powers of two: the shapes of TILE tokens of
+    which the fewest pairs see each other.
+
+    >>> boxes_of([Window(128, 13, 1, False)] * 2), boxes_of([Window(32, 7, 1, False)] * 2)
+    (((8, 16), (16, 8)), ((4, 32), (4, 32)))
     """
     sizes = [[1 << n for n in range(8) if 1 << n < 2 * window.length] for window in windows]
     most = max(prod(box) for box in product(*sizes) if prod(box) <= TILE)
+    boxes = [box for box in product(*sizes) if prod(box) == most]
+    seen = [
+        {both: _visited(window, *both) for both in product(found, found)}
+        for window, found in zip(windows, sizes, strict=True)
+    ]
 
-    def seen(box: Sequence[int]) -> int:
-        total = 1
-        for size, (length, kernel_size, _, causal) in zip(box, windows, strict=True):
-            sides, reach = (1, kernel_size - 1) if causal else (2, kernel_size // 2)
-            total *= min(-(-length // size), 1 + sides * -(-reach // size))
-        return total
+    def cost(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Any, ...]:
+        visited = prod(axis[both] for axis, both in zip(seen, zip(*pair, strict=True), strict=True))
+        return visited, max(*pair[0], *pair[1]), pair
 
-    boxes = (box for box in product(*sizes) if prod(box) == most)
-    return min(boxes, key=lambda box: (seen(box), max(box), box))
+    return min(product(boxes, boxes), key=cost)
+
+
+def _visited(window: Window, queries: int, keys: int) -> int:
+    """Pairs of ranges along one axis, of so many queries and keys, that see each other."""
+    place, first, last = (x.tolist() for x in _axis(window))
+    ends: dict[int, tuple[int, int]] = {}
+    for at, lo, hi in zip(place, first, last, strict=True):
+        low, high = ends.get(at // queries, (lo, hi))
+        ends[at // queries] = min(low, lo), max(high, hi)
+    return sum(hi // keys - lo // keys + 1 for lo, hi in ends.values())
 
 
 def _axis(window: Window) -> Axis:

@@ -80,6 +80,16 @@ def test_through_torch_func(triton_runs: None, device: str) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
+def test_the_first_backward_does_not_run_again(triton_runs: None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With zeros, as it would if out and lse had a place in the graph of the gradients."""
+    q, dout = (torch.randn(1, 17, 1, 16, device=device, requires_grad=True) for _ in range(2))
+    out, lse = tilewise.attention(q, q, q, backend="triton", return_lse=True)
+    (dq,) = torch.autograd.grad((out, lse), q, (dout, lse.detach()), create_graph=True)
+    monkeypatch.setattr("tilewise.autograd.run_backward", None)
+    again = torch.autograd.grad(dq, (q, dout), torch.ones_like(dq))
+    assert all(x.abs().sum() > 0 for x in again)
+
+
 def test_stacked_cotangents(triton_runs: None, device: str) -> None:
     """`is_grads_batched`: the same as one cotangent after the other."""
     q = torch.randn(1, 17, 1, 16, device=device, requires_grad=True)

@@ -72,6 +72,7 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> Any:
     from tilewise.backends.common.shapes import call_shape
     from tilewise.backends.hopper.backward_launches import GPU, backward_launches, new_workspace
     from tilewise.backends.hopper.backward_schedule import choose_split
+    from tilewise.backends.hopper.mask_words import new_words, words_launches
 
     request = Request.of(request.spec, [None if x is None else x.detach() for x in request.tensors()])
     q, k, v, *_ = request
@@ -82,7 +83,9 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> Any:
         return [x.zero_() for x in grads]
     space = new_workspace(MEMORY, call_shape(request), choose_split(request, 2))
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, MEMORY)
-    for job in (*first, *backward_launches(request, bwd_inputs, tuple(grads), space, 2).values()):
+    words = new_words(request, MEMORY, by_key=True)
+    first = [*first, *words_launches(request, words, by_key=True)]
+    for job in (*first, *backward_launches(request, bwd_inputs, tuple(grads), space, 2, words).values()):
         if hasattr(job.kernel, "is_gluon"):
             launch(*job)
         else:

@@ -70,6 +70,7 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .key_parts import Parts, store_dk, store_dv
+from .mask_words import row_words
 from .pipeline import (
     ANY_VALUE,
     TileScheduler,
@@ -204,24 +205,28 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     dk, dv = grads
     n, t = progress
     end = n + num_blocks(queries, CONFIG)
+    first = w.first + 64 * WG
     v = loaded_operands(shared.kv.v, WG, BLOCK_M) if CONFIG.V_IN_REGISTERS else ()
     keys = key_rows(w, t, v, params, WG)
     place = queries.start
     i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
+    words, shift = row_words(place, first, has_mask_mod, params.terms, BLOCK_M, acc_layout(BLOCK_M))
     g = gl.to_tensor(0)
     h = queries.head
     mbarrier.wait(shared.q.full.index(n & 1), (n >> 1) & 1)
     zero = opaque(gl.to_tensor(0))
     q = parts_at(shared.q.tiles, (n & 1) + zero)
     s = issue_abt(parts_at(shared.kv.k, WG + zero), q)
-    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, CONFIG.TWO_PASSES or n + 1 < end, 0)
+    has_next = CONFIG.TWO_PASSES or n + 1 < end
+    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, has_next, 0, words, shift)
     s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, True, CONFIG)
     for m in range(n + 1, end):
         tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
         place, g = next_block(queries, place, g, CONFIG)
         i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
-        has_next = CONFIG.TWO_PASSES or m + 1 < end
-        block = QueryBlock(m, h + g, i0, is_edge(queries, i0, CONFIG), has_mask_mod, has_next, tile)
+        words, shift = row_words(place, first, has_mask_mod, params.terms, BLOCK_M, acc_layout(BLOCK_M))
+        edge, has_next = is_edge(queries, i0, CONFIG), CONFIG.TWO_PASSES or m + 1 < end
+        block = QueryBlock(m, h + g, i0, edge, has_mask_mod, has_next, tile, words, shift)
         s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, False, CONFIG)
     tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
 

@@ -21,6 +21,7 @@ from .backward_schedule import Split, Widths, choose_split, column_widths, padde
 from .backward_tiles import BackwardConfig
 from .descriptors import descriptor, output, part_descriptors
 from .gluon_compat import TensorDescriptor, gl
+from .mask_words import new_words, with_words, without_mask_mod, words_launches
 from .postprocess import (
     PostprocessConfig,
     PostprocessTensors,
@@ -87,13 +88,14 @@ def statistics_rows(size: CallShape) -> int:
 
 class BackwardCall(NamedTuple):
     """A backward call: the request (without sinks, which lse contains), out, lse and their gradients, the results, the
-    workspace."""
+    workspace, and the bits of a block mask or None."""
 
     request: Request
     bwd_inputs: BackwardInputs
     grads: tuple[Tensor, Tensor, Tensor]
     space: Workspace
     size: CallShape
+    mask_words: Tensor | None = None
 
     @property
     def lengths(self) -> tuple[Any, ...]:
@@ -118,9 +120,10 @@ def backward_launches(
     grads: tuple[Tensor, Tensor, Tensor],
     space: Workspace,
     num_sms: int,
+    mask_words: Tensor | None = None,
 ) -> dict[str, Launch]:
     """Preprocess, backward and postprocess, by name. Above head dim 256 the postprocess is only the NaN repair."""
-    call = BackwardCall(request._replace(sinks=None), bwd_inputs, grads, space, call_shape(request))
+    call = BackwardCall(request._replace(sinks=None), bwd_inputs, grads, space, call_shape(request), mask_words)
     score, score_scale, scale = folded(call.request, GPU, derivative=True)
     found = {"(preprocess)": preprocess_launch(call)}
     if space.widths.d:
@@ -147,8 +150,10 @@ def preprocess_launch(call: BackwardCall) -> Launch:
     return Launch(preprocess_kernel, size.programs(size.n_q, size.heads, PAD.value), args, options)
 
 
-def backward_config(request: Request, space: Workspace, fold_scale: bool) -> BackwardConfig:
+def backward_config(request: Request, space: Workspace, fold_scale: bool, has_words: bool = False) -> BackwardConfig:
+    """`has_words`: the mask mod is evaluated ahead, as words."""
     d, dv = space.widths
+    request = without_mask_mod(request) if has_words else request
     plain, deterministic = request.is_plain, request.spec.deterministic
     has_terms = not request._replace(seed=None).is_plain
     tile = backward_tile(sum(d), sum(dv), plain=plain, deterministic=deterministic)
@@ -164,9 +169,9 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
         DQ_BY_TMA=tile.dq_by_tma or (deterministic and not wide),
         HAS_TERMS=has_terms,
         FOLD_SCALE=fold_scale,
-        SCORES_FIRST=has_terms and sum(d) > 64,
+        SCORES_FIRST=(has_terms or has_words) and sum(d) > 64,
         TWO_PASSES=sum(d) > 128 and not wide,
-        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain,  # with terms 172 bytes would spill
+        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain and not has_words,  # 172 bytes would spill
         WIDE=wide,
         SPLIT=space.split is not None,
     )
@@ -201,10 +206,10 @@ def dq_pieces(
 
 def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, scale: float, num_sms: int) -> Launch:
     """`score`, `score_scale`, `scale`: as `folded` returns them."""
-    request, bwd_inputs, (_, dk, dv), space, size = call
+    request, bwd_inputs, (_, dk, dv), space, size, mask_words = call
     q, k, v, spec = request[:4]
     split = space.split or Split()
-    config = backward_config(request, space, score["FOLD"])
+    config = backward_config(request, space, score["FOLD"], mask_words is not None)
     if config.HAS_TERMS and not config.FOLD_SCALE:
         score_scale = 1.0  # the scores have been multiplied
     schedule = tile_schedule(size, spec, split.parts, config.BLOCK_N, num_sms)
@@ -214,6 +219,7 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
         TensorDescriptor(x, x.shape, x.stride(), [1, config.BLOCK_M], UNSWIZZLED) for x in (space.lse2, space.delta)
     )
     dq_box = [min(columns for pieces in config.DQ_PIECES for _, _, columns in pieces) // 4, 256]
+    terms = with_words(device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True), request, mask_words)
     args = (
         *part_descriptors(q, config.BLOCK_M, config.D),
         *part_descriptors(k, 64, config.D),
@@ -235,17 +241,18 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
             schedule.tiles_per_row,
         ),
         *(size.kv_heads * split.parts, size.batch, schedule.rows_in_l2),
-        device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True),
+        terms,
         device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N)).blocks if config.DETERMINISTIC else Blocks(),
     )
-    options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
+    mod = mask_mod(request) if mask_words is None else None
+    options = {"MASK_MOD": mod, "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
     options |= {"num_warps": 4, "launch_pdl": not INTERPRETED}
     return Launch(backward_kernel, min(num_tiles, num_sms), args, options)
 
 
 def rows_launches(call: BackwardCall, score_scale: float, scale: float) -> list[Launch]:
     """dQ, dK and dV of head dims above 256; see `backward_rows`."""
-    request, bwd_inputs, grads, space, size = call
+    request, bwd_inputs, grads, space, size, _ = call
     q, k, v, spec = request[:4]
     columns, group = COLUMNS.value, size.heads // size.kv_heads
     launches = []
@@ -271,7 +278,7 @@ def rows_launches(call: BackwardCall, score_scale: float, scale: float) -> list[
 
 
 def postprocess_launch(call: BackwardCall, scale: float) -> Launch:
-    request, bwd_inputs, grads, space, size = call
+    request, bwd_inputs, grads, space, size, _ = call
     spec, pad, rows = request.spec, PAD.value, REPAIR_ROWS
     dq, dk, dv = (view(x) for x in grads)
     dq_acc = space.dq_acc if space.widths.d else None
@@ -336,6 +343,7 @@ def named_launches(
     """The launches by name, in order. Names in parentheses are of small kernels."""
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
     space = new_workspace(memory, call_shape(request), choose_split(request, target.num_sms))
-    found = named("(renormalise)", first)
-    found |= backward_launches(request, bwd_inputs, grads, space, target.num_sms)
+    words = new_words(request, memory, by_key=True)
+    found = named("(renormalise)", first) | named("(backward mask)", words_launches(request, words, by_key=True))
+    found |= backward_launches(request, bwd_inputs, grads, space, target.num_sms, words)
     return found | named("(backward clear)", clear_launches(*grads, request.cu_q, request.cu_k, GPU))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ...request import LIMIT, Request, Spec
 from ..common.shapes import CallShape, call_shape, padded
+from .mask_words import uses_words_by_key, without_mask_mod
 from .support import is_uneven
 from .tiles import BackwardTile, backward_tile, backward_widths, rows_together
 
@@ -116,7 +117,8 @@ def choose_split(request: Request, num_sms: int) -> Split | None:
         return None
     if request.blocks and spec.mask_block[3] > 1 and size.heads > size.kv_heads:
         return Split(size.heads // size.kv_heads)  # every query head has lists of its own
-    tile = backward_tile(*column_widths(size).columns, plain=request.is_plain, deterministic=spec.deterministic)
+    plain = (without_mask_mod(request) if uses_words_by_key(request) else request).is_plain
+    tile = backward_tile(*column_widths(size).columns, plain=plain, deterministic=spec.deterministic)
     split = _fastest_split(size, spec, tile, num_sms)
     return split if spec.partial or split.parts > 1 else None
 

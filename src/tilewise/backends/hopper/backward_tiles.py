@@ -15,6 +15,7 @@ from .gluon_compat import (
     gdc_wait,
     gl,
     gluon,
+    keep_bits,
     keep_columns,
     mbarrier,
     opaque,
@@ -163,7 +164,7 @@ class KeyRows(NamedTuple):
 class QueryBlock(NamedTuple):
     """The n-th block of a program: head, first query, whether the band's edge crosses it, whether the mask mod may hide
     some of its pairs, and whether another block of the same key tile follows. `dq_tile`: the block whose dQ is added
-    meanwhile."""
+    meanwhile. `words`, `shift`: as `mask_words.row_words` returns them."""
 
     n: tl.tensor
     h: tl.tensor
@@ -172,6 +173,8 @@ class QueryBlock(NamedTuple):
     has_mask_mod: tl.tensor
     has_next: tl.tensor
     dq_tile: tl.tensor
+    words: tl.tensor = None
+    shift: tl.tensor = None
 
 
 class Progress(NamedTuple):
@@ -326,9 +329,14 @@ def log2_p(s, lse2, keys, block, params, CONFIG: gl.constexpr):
             s, Pairs(w, block.h, i, j), params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE
         )
     s = exponent(s, lse2, params.scale_log2, params.terms.large_scores)
-    if params.MASK_MOD is not None:
+    edge = block.is_edge
+    if params.terms.mask_words is not None:
+        edge = edge & (block.has_mask_mod == 0)  # the band is part of the words
+        if block.has_mask_mod:
+            s = keep_bits(s, block.words, block.shift)
+    elif params.MASK_MOD is not None:
         s = apply_mask_mod(s, block.has_mask_mod, i, j, w, block.h, params)
-    if block.is_edge:
+    if edge:
         s = mask_band(s, keys.diagonal - block.first, keys.left, params)
     return s, derivative
 

@@ -55,7 +55,7 @@ from .gluon_compat import (
     tma,
     warpgroup_mma_wait,
 )
-from .mask_words import key_block
+from .mask_words import key_block, seen_blocks
 from .pipeline import (
     ANY_VALUE,
     KvCache,
@@ -193,7 +193,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     lo, hi, _span = key_blocks(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
     SLOT: gl.constexpr = WG % (CONFIG.BLOCK_M // ROWS)
     first = w.first + SLOT * ROWS
-    mine, end, span = key_blocks(first, w, params, ROWS, BLOCK_N)
+    mine, end, span = seen_blocks(first, w, params, BLOCK_N)
     end = gl.where(first < w.n_q, end, mine)  # a warpgroup without queries visits one block
     mine = gl.minimum(mine if terms.blocks.offsets is None else gl.maximum(mine, lo), hi - 1)
     start = n + mine - lo

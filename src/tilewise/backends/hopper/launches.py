@@ -19,7 +19,7 @@ from .descriptors import column_descriptors, descriptor, float32_output, output,
 from .forward import forward_kernel
 from .forward_repair import RepairPointers
 from .forward_tiles import ROWS, ForwardConfig
-from .mask_words import new_words, words_launches
+from .mask_words import new_words, with_words, words_launches
 from .pipeline import CachePointers, KvCache
 from .support import GPU, is_uneven
 
@@ -151,9 +151,7 @@ def forward_launch(
     rows = size.heads * (1 if size.packed else size.batch)
     rows_in_l2 = L2_BYTES // (keys_in_use(request, size) * (size.d + size.dv) * 2) if is_uneven(spec) else 1
     rows_in_l2 = tiles.rows_together(rows // config.GROUP, rows_in_l2)
-    terms = device_terms(request, GPU, (block_m, config.BLOCK_N))
-    if state.mask_words is not None:
-        terms = terms._replace(mask=(), mask_words=state.mask_words)
+    terms = with_words(device_terms(request, GPU, (block_m, config.BLOCK_N)), request, state.mask_words)
     args = (
         *operands.descriptors,
         # with float32 results only the dtype of this descriptor is used, that of P
@@ -208,9 +206,11 @@ def sequence_keys(size: CallShape) -> int:
 def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool) -> ForwardConfig:
     """`keys`: the number of keys of one sequence; None if it is not known."""
     has_score_terms = spec.score_mod is not None or has_bias
-    plain = not has_score_terms and spec.mask_mod is None and not spec.dropout_p
+    unmodified = not has_score_terms and not spec.dropout_p
+    plain, listed = unmodified and spec.mask_mod is None, unmodified and bool(spec.mask_block)
     window = tiles.window_size(spec.before, spec.after)
-    tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=keys, window=window, plain=plain)
+    kind = {"banded": is_uneven(spec), "plain": plain, "listed": listed}
+    tile = tiles.forward_tile(size.d, size.dv, keys=keys, window=window, **kind)
     splits_columns = max(size.d, size.dv) > tiles.MAX_WHOLE_ROWS
     block_dv = padded(size.dv, 64) // (2 if splits_columns else 1)
     return ForwardConfig(

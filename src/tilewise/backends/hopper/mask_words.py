@@ -1,9 +1,12 @@
-"""The partial tiles of a block mask as bits, evaluated once for all heads before the forward.
+"""The partial tiles of a block mask as bits, evaluated once for all heads before the forward, and before the backward.
 
 A row of 128 keys is four words of 32 bits: bit 2 i + e of word l tells whether key 8 i + 2 l + e is visible. These are
 the keys that lane l of a row holds in the accumulator of a wgmma, in the order of its registers. Causal and window are
-part of the bits. In the forward a block then costs two loads, issued before its scores are waited for, and a select for
-each score, whatever the mask mod computes.
+part of the bits. A block then costs two loads, issued before its scores are waited for, and a select for each score,
+whatever the mask mod computes. The backward computes S^T: there a row is a key, and its bits are those of queries.
+
+The forward also learns which 64 queries see nothing of a tile: a warpgroup leaves out such tiles at both ends of a
+list.
 """
 
 from typing import NamedTuple
@@ -21,11 +24,15 @@ from ..common.launch import Launch, Memory
 from ..common.score_terms import device_terms, mask_mod
 from ..common.shapes import sequences_and_window
 from .gluon_compat import gl, gluon, load_row_words
+from .pipeline import key_blocks
 from .support import GPU
 
-TILE: tl.constexpr = tl.constexpr(128)  # queries and keys of a program
+TILE: tl.constexpr = tl.constexpr(128)  # keys of a row of words
+ROWS: tl.constexpr = tl.constexpr(32)  # queries of a program, one warp: a lane then has four keys, and loads are few
+WARPGROUP_ROWS: tl.constexpr = tl.constexpr(64)
 WORDS: tl.constexpr = tl.constexpr(4)  # of a row of TILE keys
 MAX_WORDS = 1 << 24  # 64 MB; the forward evaluates the mod of longer lists itself
+ENDS: tl.constexpr = tl.constexpr(32)  # tiles at an end of a list that a warpgroup may leave out
 MIN_SHARING = 4  # (batch, head) rows that share a list, below which the forward evaluates the mod itself
 
 
@@ -53,34 +60,56 @@ def list_row(entry, offsets, rows):
 
 
 @triton.jit(**ANY_SIZE)
-def mask_words_kernel(words, cu_q, cu_k, n_q, n_k, before, after, rows, heads, terms, MASK_MOD: tl.constexpr):
-    """The words of TILE queries by TILE keys of a listed tile, if it is partial. `rows` of tiles have lists; a list is
-    of one of `heads` heads."""
+def mask_words_kernel(
+    words,
+    cu_q,
+    cu_k,
+    n_q,
+    n_k,
+    before,
+    after,
+    rows,
+    heads,
+    terms,
+    MASK_MOD: tl.constexpr,
+    BY_KEY: tl.constexpr,
+):
+    """The words of ROWS queries by TILE keys of a listed tile, if it is partial; BY_KEY, those of keys by queries. And
+    terms.mask_seen, if it is not None. `rows` of tiles have lists; a list is of one of `heads` heads."""
     blocks = terms.blocks
-    queries_log = blocks.own - 7
-    keys_log = blocks.other - 7
-    part = tl.program_id(0) & ((1 << queries_log) - 1)  # of the queries of the tile
-    column = tl.program_id(0) >> queries_log  # TILE keys of the lists, concatenated
-    index = column >> keys_log
+    own_log = blocks.own - 5
+    other_log = blocks.other - 7
+    part = tl.program_id(0) & ((1 << own_log) - 1)  # of the rows of the tile
+    column = tl.program_id(0) >> own_log  # TILE columns of the lists, concatenated
+    index = column >> other_log
     entry = tl.load(blocks.entries + index)
+    seen = 1
     if entry & 2 == 0:
         row = list_row(index, blocks.offsets, rows)
         rows_each = blocks.rows // 16
         b = row // rows_each // heads
         h = row // rows_each % heads
-        first = (row % rows_each << blocks.own) + part * TILE
+        first = (row % rows_each << blocks.own) + part * ROWS
         if cu_q is None:
             w = Work(b, h, first, 0, n_q, 0, n_k, 0)
         else:
             w = packed_tile(b, h, first, Sequences(cu_q, cu_k, n_q, n_k))
-        key = (entry >> 2 << blocks.other) + (column & ((1 << keys_log) - 1)) * TILE
-        word = tl.arange(0, TILE * WORDS)
-        bit = tl.arange(0, 32)[None, :]
-        i = (first + word // WORDS)[:, None]
-        j = key + (bit >> 1) * 8 + (word % WORDS * 2)[:, None] + (bit & 1)
-        keep = visible(Pairs(w, h, i, j), ScoreParams(before, after, None, terms, None, MASK_MOD)) & (j == j)
-        bits = tl.sum(tl.where(keep, 1 << bit, 0), 1)
-        tl.store(words + ((column << blocks.own) + part * TILE) * WORDS + word, bits)
+        other = (entry >> 2 << blocks.other) + (column & ((1 << other_log) - 1)) * TILE
+        c = tl.arange(0, TILE)
+        i = (first + tl.arange(0, ROWS))[:, None]
+        j = (other + c)[None, :]
+        all_pairs = (i == i) & (j == j)
+        if BY_KEY:
+            keep = visible(Pairs(w, h, j, i), ScoreParams(before, after, None, terms, None, MASK_MOD)) & all_pairs
+        else:
+            keep = visible(Pairs(w, h, i, j), ScoreParams(before, after, None, terms, None, MASK_MOD)) & all_pairs
+        bit = tl.where(keep, (1 << ((c >> 3) * 2 + (c & 1)))[None, :], 0)
+        bits = tl.sum(tl.sum(bit.reshape(ROWS, TILE // 8, WORDS, 2), 3), 1).reshape(ROWS * WORDS)
+        word = tl.arange(0, ROWS * WORDS)
+        tl.store(words + ((column << blocks.own) + part * ROWS) * WORDS + word, bits)
+        seen = tl.max((bits != 0).to(tl.int32), 0)
+    if terms.mask_seen is not None:
+        tl.store(terms.mask_seen + (column << own_log) + part, seen)
 
 
 @gluon.jit
@@ -91,12 +120,46 @@ def key_block(n, found, first, terms, BLOCK: gl.constexpr, WIDTH: gl.constexpr, 
     if terms.mask_words is None:
         return KeyBlock(start, has_mask_mod, 0, 0)
     else:
-        own = terms.blocks.own
         has_mask_mod = has_mask_mod & (n >= 0)
-        at = n * BLOCK
+        words, shift = row_words(n * BLOCK, first, has_mask_mod, terms, WIDTH, layout)
+        return KeyBlock(start, has_mask_mod, words, shift)
+
+
+@gluon.jit
+def row_words(at, first, has_mask_mod, terms, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """The words of the 64 rows from `first` on in the block at position `at` of the loop, if it `has_mask_mod`, and how
+    many of their bits belong to columns before it. 0 without mask words."""
+    if terms.mask_words is None:
+        return 0, 0
+    else:
+        own = terms.blocks.own
         row = ((at >> 7) << own) + (first & ((1 << own) - 1))
         words = load_row_words(terms.mask_words + row * WORDS, has_mask_mod, WIDTH, layout)
-        return KeyBlock(start, has_mask_mod, words, (at & (TILE - 1)) >> 2)
+        return words, (at & (TILE - 1)) >> 2
+
+
+@gluon.jit
+def seen_blocks(first, w, params, BLOCK: gl.constexpr):
+    """`key_blocks` of the 64 queries from `first` on, without blocks at both ends in whose tiles they see no key."""
+    terms = params.terms
+    lo, hi, span = key_blocks(first, w, params, WARPGROUP_ROWS, BLOCK)
+    if terms.mask_seen is not None:
+        n = gl.arange(0, ENDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        own = terms.blocks.own
+        step = 1 << (own - 5)  # flags of a tile
+        low = lo * BLOCK >> 7
+        high = (hi * BLOCK - 1) >> 7
+        inside = (n <= high - low) & (lo >= 0)
+        seen = terms.mask_seen + ((first & ((1 << own) - 1)) >> 5)
+        left = seen + (low + n) * step
+        right = seen + (high - n) * step
+        left = gl.load(left, mask=inside, other=1) | gl.load(left + 1, mask=inside, other=1)
+        right = gl.load(right, mask=inside, other=1) | gl.load(right + 1, mask=inside, other=1)
+        low += ENDS - gl.max(gl.where(left > 0, ENDS - n, 0), 0)
+        high -= ENDS - gl.max(gl.where(right > 0, ENDS - n, 0), 0)
+        lo = gl.maximum(lo, (low << 7) // BLOCK)
+        hi = gl.minimum(hi, ((high + 1) << 7) // BLOCK)
+    return lo, hi, span
 
 
 @gluon.jit
@@ -115,24 +178,51 @@ def uses_words(request: Request) -> bool:
     return shared and 0 < _size(request) <= MAX_WORDS
 
 
+def uses_words_by_key(request: Request) -> bool:
+    """The same for the backward, whose kernels of head dims above 128 evaluate the mod themselves."""
+    return uses_words(request) and max(request.q.shape[-1], request.v.shape[-1]) <= 128
+
+
+def without_mask_mod(request: Request) -> Request:
+    """The request as a kernel sees it that reads words."""
+    return request._replace(spec=request.spec._replace(mask_mod=None))
+
+
+def with_words(terms: Terms, request: Request, words: Tensor | None) -> Terms:
+    """The terms of a kernel that reads these words, if there are any, instead of evaluating the mod."""
+    if words is None:
+        return terms
+    seen = words[_size(request) :] if words.numel() > _size(request) else None
+    return terms._replace(mask=(), mask_words=words, mask_seen=seen)
+
+
 def _size(request: Request) -> int:
     """Words of all listed tiles."""
     block_q, block_k, *_ = request.spec.mask_block
     return request.blocks[1].shape[0] * block_q * block_k // 32
 
 
-def new_words(request: Request, memory: Memory) -> Tensor | None:
-    """Memory for the words, or None if the forward evaluates the mod."""
-    return memory.empty((_size(request),), torch.int32) if uses_words(request) else None
+def _flags(request: Request) -> int:
+    """One for ROWS queries and TILE keys of the listed tiles."""
+    return _size(request) // (ROWS.value * WORDS.value)
 
 
-def words_launches(request: Request, words: Tensor | None) -> list[Launch]:
-    """The launch that evaluates the partial tiles, if there are words."""
+def new_words(request: Request, memory: Memory, by_key: bool = False) -> Tensor | None:
+    """Memory for the words, in the forward followed by what becomes `mask_seen`; or None if the forward, or `by_key`
+    the backward, evaluates the mod."""
+    used = uses_words_by_key(request) if by_key else uses_words(request)
+    size = _size(request) + (0 if by_key else _flags(request)) if used else 0
+    return memory.empty((size,), torch.int32) if used else None
+
+
+def words_launches(request: Request, words: Tensor | None, by_key: bool = False) -> list[Launch]:
+    """The launch that evaluates the partial tiles, if there are words; `by_key`: those of the lists of keys."""
     if words is None:
         return []
-    terms = device_terms(request, GPU, (TILE.value, TILE.value))
-    terms = Terms(mask=terms.mask, blocks=terms.blocks)
-    rows, heads = request.blocks[0].shape[0] - 1, request.spec.mask_block[3]
+    terms = device_terms(request, GPU, (TILE.value, TILE.value), by_key)
+    terms = Terms(mask=terms.mask, blocks=terms.blocks, mask_seen=with_words(terms, request, words).mask_seen)
+    rows, heads = request.blocks[2 * by_key].shape[0] - 1, request.spec.mask_block[3]
     args = words, *sequences_and_window(request), rows, heads, terms
-    programs = words.numel() // (TILE.value * WORDS.value)
-    return [Launch(mask_words_kernel, programs, args, {"MASK_MOD": mask_mod(request), "num_warps": 8})]
+    programs = _flags(request)
+    options = {"MASK_MOD": mask_mod(request), "BY_KEY": by_key, "num_warps": 1}
+    return [Launch(mask_words_kernel, programs, args, options)]

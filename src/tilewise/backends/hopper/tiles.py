@@ -79,6 +79,9 @@ FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
 MAX_WHOLE_ROWS = 256  # columns of O that a warpgroup can hold for 64 queries
 
 
+# Of a block mask without score terms, up to head dim 64: warpgroups leave out different tiles, so they must not wait for
+# one another, and further stages let one be ahead.
+LISTED = ForwardTile(128, 2, lazy_rescale=False, stages=4)
 FP8_FORWARD = ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)  # of the blocks in which fp8 operands are stored
 
 
@@ -167,16 +170,26 @@ def window_size(before: int | None, after: int | None) -> int | None:
 
 
 def forward_tile(
-    d: int, dv: int, *, banded: bool, keys: int | None, window: int | None = None, plain: bool = True
+    d: int,
+    dv: int,
+    *,
+    banded: bool,
+    keys: int | None,
+    window: int | None = None,
+    plain: bool = True,
+    listed: bool = False,
 ) -> ForwardTile:
     """The tile of the Hopper forward; `banded`: causal or with a block mask; `keys`: the number of keys of a sequence
-    (packed: the mean; None: not known, taken as many); `plain`: no score terms and no mask mod. A window counts as the
-    causal call in which a query sees as many keys on average: that of twice its size.
+    (packed: the mean; None: not known, taken as many); `plain`: no score terms and no mask mod; `listed`: no score
+    terms and a block mask. A window counts as the causal call in which a query sees as many keys on average: that of
+    twice its size.
 
     >>> tile = forward_tile(128, 128, banded=True, keys=4096)
     >>> tile.block_n, tile.warpgroups, tile.ping_pong
     (128, 2, True)
     """
+    if listed and max(d, dv) <= 64:
+        return LISTED
     most_keys = min(sys.maxsize if keys is None else keys, sys.maxsize if window is None else 2 * window)
     return next(
         row

@@ -50,7 +50,9 @@ def main(
     if partial:  # and somewhere in a larger call, if something asks where
         request = request._replace(position_offsets=torch.zeros(batch, 7, dtype=torch.int32) if terms else None)
     grads = new_gradients(request, memory)
-    _, sums, *_ = backward_launches(request, BackwardInputs(out, lse, out, None), grads, space, 132).values()
+    words = torch.empty(1 << 16, dtype=torch.int32) if "words" in terms else None
+    bwd_inputs = BackwardInputs(out, lse, out, None)
+    _, sums, *_ = backward_launches(request, bwd_inputs, grads, space, 132, words).values()
     made = compile_for(90, sums.kernel, sums.args, sums.options)
     report = {
         "spills": made.spills,

@@ -72,6 +72,11 @@ CALLS = {
     "256 dropout": {"d": 256, "after": 0, "terms": "dropout"},
     "128 document lists, packed": {"d": 128, "terms": "document lists", "packed": True},
     "128 lists, ordered": {"d": 128, "terms": "document lists", "packed": True, "deterministic": True},
+    "64 lists as words": {"d": 64, "terms": "document lists words"},
+    "64 lists as words, packed": {"d": 64, "terms": "document lists words", "group": 4, "packed": True},
+    "96 lists as words": {"d": 96, "after": 0, "terms": "document lists words"},
+    "128 lists as words": {"d": 128, "terms": "document lists words"},
+    "128 lists as words, packed": {"d": 128, "after": 0, "terms": "document lists words", "packed": True},
     "256 document lists": {"d": 256, "after": 0, "terms": "document lists"},
     "256 document lists, ordered": {"d": 256, "after": 0, "terms": "document lists", "deterministic": True},
 }
@@ -94,6 +99,10 @@ SPILLS |= {
     "128 document lists, packed": 96,
     "128 lists, ordered": 104,
     "256 document lists, ordered": 28,
+    "64 lists as words": 56,
+    "64 lists as words, packed": 36,
+    "128 lists as words": 48,
+    "128 lists as words, packed": 56,
 }
 
 ELSEWHERE = ("64 causal", "128 full", "128 ordered", "256 causal", "128 split")  # what other Tritons compile, too

@@ -146,7 +146,8 @@ class Terms(NamedTuple):
     `score` and `mask` are the arguments of the mods. `has_derivative`: the derivative of the score mod is not 1;
     `infinite_derivative`: it may be infinite. `large_scores`: scores may be so large that a fused multiply-add would
     round them by more than they differ (see `softmax.py`). `position_offsets`: see tilewise.request.POSITION_OFFSETS.
-    `mask_words`: the visible pairs of partial tiles as bits (Hopper's forward, `mask_words.py`).
+    `mask_words`: the visible pairs of partial tiles as bits (Hopper, `mask_words.py`); `mask_seen`: for each tile and
+    64 queries of it, whether they see a key.
     """
 
     bias: tl.tuple = Bias()
@@ -162,6 +163,7 @@ class Terms(NamedTuple):
     large_scores: tl.constexpr = None
     position_offsets: tl.tensor = None
     mask_words: tl.tensor = None
+    mask_seen: tl.tensor = None
 
 
 class ScoreParams(NamedTuple):
