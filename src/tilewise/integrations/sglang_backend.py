@@ -9,6 +9,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from ..errors import AttentionError
+from ..kv_warmup import StepLimits
 from .kv_steps import Step
 
 
@@ -32,6 +33,8 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
             raise AttentionError(
                 "the KV pool", "a hybrid pool with separate memory for windows", "--disable-hybrid-swa-memory"
             )
+        length = self.req_to_token.shape[1]
+        self.limits = StepLimits(tokens=length, sequences=self.req_to_token.shape[0], length=length)
         self.graph_memory: tuple[Tensor, Tensor, Tensor] | None = None
         self.forward_metadata: Step | None = None
 
@@ -84,7 +87,8 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         table.copy_(first.index_select(0, forward_batch.req_pool_indices))
         if self.page > 1:
             table.floor_divide_(self.page)
-        self.forward_metadata = Step(lengths, cu, table, most)
+        most = self.limits.max_seqlen_q(most)
+        self.forward_metadata = Step(lengths, cu, table, most, self.limits.backend(most))
 
     def forward_decode(
         self,

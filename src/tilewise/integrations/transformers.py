@@ -163,7 +163,7 @@ def _served(
     pool = hf_cache.pool_of(cache, module.layer_idx)
     if pool is not None:
         on_cache = {name: x for name, x in options.items() if name != "dropout_p"}
-        found = hf_cache.attend(pool, tensors, offsets, named, **on_cache)
+        found = hf_cache.attend(cache, pool, tensors, offsets, named, **on_cache)
         if found is not None:
             return found, None
     key, value = hf_cache.gathered(cache, tensors[1], tensors[2], module.layer_idx, named)
