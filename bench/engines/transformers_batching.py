@@ -1,6 +1,6 @@
 """Runs transformers' continuous batching with its own attentions and with tilewise's, and compares tokens and speed.
 
-    python bench/engines/transformers_batching.py --backends sdpa,FA3,tilewise,tilewise-graphs
+    python bench/engines/transformers_batching.py --backends sdpa,FA3,tilewise,tilewise-eager
 
 The model is the small Llama of `vllm_engine.py`, made from its config, with the same random weights; nothing is
 downloaded. Every backend has a process of its own. All start at the same time and generate once; then they are timed
@@ -28,12 +28,14 @@ from vllm_engine import LLAMA, Compilations, say, set_weights, workload
 
 NOT_OURS = ("torch_dtype", "model_type", "architectures", "rope_theta")  # of LLAMA: the class says them, or its default
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-GRAPHS = {"use_cuda_graph": True, "use_async_batching": True}
+GRAPHS = ("use_cuda_graph", "use_async_batching", "max_blocks_per_request")
+EAGER = dict.fromkeys(GRAPHS, False) | {"max_blocks_per_request": 0}
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {  # attn_implementation, options of ContinuousBatchingConfig
     "sdpa": ("sdpa", {}),
-    "FA3": ("flash_attention_3", {"max_blocks_per_request": 16}),  # with CUDA graphs, unless told otherwise
-    "tilewise": ("tilewise", {"use_cuda_graph": False, "use_async_batching": False}),
-    "tilewise-graphs": ("tilewise", GRAPHS),
+    "FA3": ("flash_attention_3", {"max_blocks_per_request": 16}),
+    "tilewise": ("tilewise", {"max_blocks_per_request": 16}),  # CUDA graphs, and decoding from a table of blocks
+    "tilewise-indices": ("tilewise", {"max_blocks_per_request": 0}),  # CUDA graphs
+    "tilewise-eager": ("tilewise", EAGER),
 }
 
 
@@ -178,7 +180,7 @@ def report(folder: Path, backends: list[str], works: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--backends", default="sdpa,tilewise,tilewise-graphs")
+    parser.add_argument("--backends", default="sdpa,tilewise,tilewise-eager")
     parser.add_argument("--work", default="small,long")
     parser.add_argument("--rounds", type=int, default=3, help="timed ones")
     parser.add_argument("--folder", type=Path, default=Path("transformers_results"))
@@ -208,6 +210,7 @@ def main() -> None:
     for backend in backends:
         engines.start(backend, [*words, "--backend", backend], env)
     engines.wait("ready", backends, deadline)
+    backends = engines.drop_late()
     engines.turn(0, backends, deadline)
     say("all have generated once, or failed")
     for n in range(1, 1 + given.rounds):

@@ -76,6 +76,16 @@ class Engines:
         while time.monotonic() < deadline and any(is_waited_for(name) for name in names):
             time.sleep(0.01)
 
+    def drop_late(self) -> list[str]:
+        """Ends those that are not ready; returns the others."""
+        late = [name for name in self.processes if not (self.folder / f"{name}.ready").exists()]
+        for name in late:
+            code = self.processes[name].poll()
+            say(name, "has not started in time" if code is None else f"failed ({code})")
+            print(tail(self.folder / f"{name}.log", 40), flush=True)
+            finish(self.processes[name], 0.0)
+        return [name for name in self.processes if name not in late]
+
     def turn(self, n: int, names: list[str], deadline: float) -> None:
         for name in names:
             (self.folder / f"{name}.turn{n}").touch()
@@ -85,7 +95,8 @@ class Engines:
         """Ends all; shows the end of the log of an engine that had not run all of its turns."""
         for name, process in self.processes.items():
             code = process.poll()
-            if not (self.folder / f"{name}.done{self.last}").exists():
+            started, done = ((self.folder / f"{name}.{x}").exists() for x in ("ready", f"done{self.last}"))
+            if started and not done:
                 say(name, "ended at the time limit" if code is None else f"failed ({code}); the log ends with")
                 print(tail(self.folder / f"{name}.log", 5 if code is None else 40), flush=True)
             finish(process, 0.0)

@@ -38,6 +38,13 @@ def pool_of(cache: Any, layer: int) -> Pool | None:
     return Pool(k, v, group)
 
 
+class Batch(NamedTuple):
+    """A step of a group of layers, and the slots of its new tokens."""
+
+    step: Step
+    slots: Tensor
+
+
 class Steps:
     """The step of a cache that its layers share, by their group. transformers makes new indices for every step; a CUDA
     graph that is captured after a run with the same indices has a step of its own."""
@@ -47,26 +54,44 @@ class Steps:
         self.memory: Memory = {}
         self.write = Writer()
         self.indices: Any = None
-        self.steps: dict[tuple[int, bool], Step] = {}
+        self.batches: dict[tuple[int, bool], Batch] = {}
 
-    def of(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Step:
+    def of(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Batch:
         indices = named["read_index"]
         if self.indices is not indices:
-            self.indices, self.steps = indices, {}
+            self.indices, self.batches = indices, {}
         key = pool.group, pool.k.is_cuda and torch.cuda.is_current_stream_capturing()
-        step = self.steps.get(key)
-        if step is None:
-            step = self.steps[key] = self.new(indices[pool.group], pool.k.shape[1], offsets, named)
-        return step
+        batch = self.batches.get(key)
+        if batch is None:
+            batch = self.batches[key] = self.new(pool, offsets, named)
+        return batch
 
-    def new(self, read: Tensor, page: int, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Step:
+    def new(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Batch:
+        """With a block table all sequences have one query; otherwise there are slots of all keys and new tokens."""
         cu_q, cu_k = (x.int() for x in offsets)
-        most, longest = (named.get(f"max_seqlen_{x}", named.get(f"max_length_{x}")) for x in "qk")  # 5.17, 5.22
-        if isinstance(longest, dict):
-            longest = longest["full_attention"]
-        most = self.limits.max_seqlen_q(most)
-        table, memory = page_table(read, cu_k, page, longest), None if torch.compiler.is_compiling() else self.memory
-        return Step(cu_k.diff(), cu_q, table, most, self.limits.backend(most), memory)
+        lengths, page, most = cu_k.diff(), pool.k.shape[1], 1
+        if named.get("block_table") is not None:
+            table = named["block_table"][pool.group]
+            slots = last_slots(table, lengths, page)
+        else:
+            most, longest = (named.get(f"max_seqlen_{x}", named.get(f"max_length_{x}")) for x in "qk")  # 5.17, 5.22
+            if isinstance(longest, dict):
+                longest = longest["full_attention"]
+            most, slots = self.limits.max_seqlen_q(most), named["write_index"][pool.group]
+            table = page_table(named["read_index"][pool.group], cu_k, page, longest)
+        memory = None if torch.compiler.is_compiling() else self.memory
+        return Batch(Step(lengths, cu_q, table, most, self.limits.backend(most), memory), slots)
+
+
+def last_slots(table: Tensor, lengths: Tensor, page: int) -> Tensor:
+    """The slot of the last token of each sequence; -1 for an empty one.
+
+    >>> last_slots(torch.tensor([[3, 1], [2, -1], [-1, -1]]), torch.tensor([5, 2, 0]), page=4)
+    tensor([ 4,  9, -1])
+    """
+    last = (lengths - 1).clamp_(min=0).long()
+    slots = table.gather(1, (last // page)[:, None])[:, 0] * page + last % page
+    return slots.masked_fill(lengths == 0, -1)
 
 
 def page_table(read: Tensor, cu_k: Tensor, page: int, longest: int) -> Tensor:
@@ -91,7 +116,7 @@ def attend(
 ) -> Tensor | None:
     """q (1, H, T, D), new k and v (1, Hk, T, D) -> (1, T, H, Dv), written and attended in place; None if nothing was
     cached before, and the new keys are the only ones."""
-    if not named["read_index"][pool.group].numel():
+    if named.get("block_table") is None and not named["read_index"][pool.group].numel():
         return None
     steps = None if torch.compiler.is_compiling() else vars(cache).get("tilewise")
     if steps is None:
@@ -99,8 +124,8 @@ def attend(
     if not torch.compiler.is_compiling():
         cache.tilewise = steps
     q, k, v = (x[0].transpose(0, 1) for x in tensors)
-    step = steps.of(pool, offsets, named)
-    steps.write(k, v, pool.k, pool.v, named["write_index"][pool.group])
+    step, slots = steps.of(pool, offsets, named)
+    steps.write(k, v, pool.k, pool.v, slots)
     out = q.new_empty(*q.shape[:2], v.shape[2])
     step.attend(q, pool.k, pool.v, out, **options)
     return out[None]
