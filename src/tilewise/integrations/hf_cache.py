@@ -30,7 +30,8 @@ def pool_of(cache: Any, layer: int) -> Pool | None:
         allocator = cache.layer_to_allocator[layer]
         if allocator.layer_type != "full_attention":
             return None
-        return Pool(*allocator.get_cache_for_block_table(layer), allocator.index)
+        k, v = allocator.get_cache_for_block_table(layer)
+        return Pool(k, v, allocator.index)
     if cache.sliding_windows[layer] != 1:  # 5.17, where 1 is none
         return None
     group, place = cache.layer_index_to_group_indices[layer]
@@ -74,10 +75,11 @@ class Steps:
             table = named["block_table"][pool.group]
             slots = last_slots(table, lengths, page)
         else:
-            most, longest = (named.get(f"max_seqlen_{x}", named.get(f"max_length_{x}")) for x in "qk")  # 5.17, 5.22
+            name = "max_seqlen" if "max_seqlen_q" in named else "max_length"  # 5.17, 5.22
+            longest = named[f"{name}_k"]
             if isinstance(longest, dict):
                 longest = longest["full_attention"]
-            most, slots = self.limits.max_seqlen_q(most), named["write_index"][pool.group]
+            most, slots = self.limits.max_seqlen_q(named[f"{name}_q"]), named["write_index"][pool.group]
             table = page_table(named["read_index"][pool.group], cu_k, page, longest)
         memory = None if torch.compiler.is_compiling() else self.memory
         return Batch(Step(lengths, cu_q, table, most, self.limits.backend(most), memory), slots)
