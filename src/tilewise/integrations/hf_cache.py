@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kv_warmup import StepLimits
-from .kv_steps import Memory, Step, Writer
+from .kv_steps import Memory, Step
 
 
 class Pool(NamedTuple):
@@ -39,13 +39,6 @@ def pool_of(cache: Any, layer: int) -> Pool | None:
     return Pool(k, v, group)
 
 
-class Batch(NamedTuple):
-    """A step of a group of layers, and the slots of its new tokens."""
-
-    step: Step
-    slots: Tensor
-
-
 class Steps:
     """The step of a cache that its layers share, by their group. transformers makes new indices for every step; a CUDA
     graph that is captured after a run with the same indices has a step of its own."""
@@ -53,47 +46,34 @@ class Steps:
     def __init__(self, most_tokens: int) -> None:
         self.limits = StepLimits(most_tokens, most_tokens, most_tokens)
         self.memory: Memory = {}
-        self.write = Writer()
         self.indices: Any = None
-        self.batches: dict[tuple[int, bool], Batch] = {}
+        self.steps: dict[tuple[int, bool], Step] = {}
 
-    def of(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Batch:
+    def of(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Step:
         indices = named["read_index"]
         if self.indices is not indices:
-            self.indices, self.batches = indices, {}
+            self.indices, self.steps = indices, {}
         key = pool.group, pool.k.is_cuda and torch.cuda.is_current_stream_capturing()
-        batch = self.batches.get(key)
-        if batch is None:
-            batch = self.batches[key] = self.new(pool, offsets, named)
-        return batch
+        step = self.steps.get(key)
+        if step is None:
+            step = self.steps[key] = self.new(pool, offsets, named)
+        return step
 
-    def new(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Batch:
-        """With a block table all sequences have one query; otherwise there are slots of all keys and new tokens."""
+    def new(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Step:
+        """With a block table all sequences have one query; otherwise there are the slots of all keys."""
         cu_q, cu_k = (x.int() for x in offsets)
-        lengths, page, most = cu_k.diff(), pool.k.shape[1], 1
-        if named.get("block_table") is not None:
-            table = named["block_table"][pool.group]
-            slots = last_slots(table, lengths, page)
+        most, table = 1, named.get("block_table")
+        if table is not None:
+            table = table[pool.group]
         else:
             name = "max_seqlen" if "max_seqlen_q" in named else "max_length"  # 5.17, 5.22
             longest = named[f"{name}_k"]
             if isinstance(longest, dict):
                 longest = longest["full_attention"]
-            most, slots = self.limits.max_seqlen_q(named[f"{name}_q"]), named["write_index"][pool.group]
-            table = page_table(named["read_index"][pool.group], cu_k, page, longest)
+            most = self.limits.max_seqlen_q(named[f"{name}_q"])
+            table = page_table(named["read_index"][pool.group], cu_k, pool.k.shape[1], longest)
         memory = None if torch.compiler.is_compiling() else self.memory
-        return Batch(Step(lengths, cu_q, table, most, self.limits.backend(most), memory), slots)
-
-
-def last_slots(table: Tensor, lengths: Tensor, page: int) -> Tensor:
-    """The slot of the last token of each sequence; -1 for an empty one.
-
-    >>> last_slots(torch.tensor([[3, 1], [2, -1], [-1, -1]]), torch.tensor([5, 2, 0]), page=4)
-    tensor([ 4,  9, -1])
-    """
-    last = (lengths - 1).clamp_(min=0).long()
-    slots = table.gather(1, (last // page)[:, None])[:, 0] * page + last % page
-    return slots.masked_fill(lengths == 0, -1)
+        return Step(cu_k.diff() - cu_q.diff(), cu_q, table, most, self.limits.backend(most), memory)
 
 
 def page_table(read: Tensor, cu_k: Tensor, page: int, longest: int) -> Tensor:
@@ -126,10 +106,8 @@ def attend(
     if not torch.compiler.is_compiling():
         cache.tilewise = steps
     q, k, v = (x[0].transpose(0, 1) for x in tensors)
-    step, slots = steps.of(pool, offsets, named)
-    steps.write(k, v, pool.k, pool.v, slots)
     out = q.new_empty(*q.shape[:2], v.shape[2])
-    step.attend(q, pool.k, pool.v, out, **options)
+    steps.of(pool, offsets, named).attend(q, pool.k, pool.v, out, k_new=k, v_new=v, **options)
     return out[None]
 
 

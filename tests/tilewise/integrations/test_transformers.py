@@ -466,9 +466,9 @@ def test_a_table_of_blocks_decodes_as_indices_do() -> None:
     q, k, v = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)
     offsets = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 6, 7, 7])
     slots = [[blocks[b][i // page] * page + i % page for i in range(n)] for b, n in enumerate(lengths)]
-    read, write = torch.tensor([x for row in slots for x in row]), torch.tensor([slots[0][-1], slots[1][-1], -1])
-    by_index = {"read_index": [read], "write_index": [write], "max_seqlen_q": 1, "max_seqlen_k": 6}
-    by_table = {"read_index": [read[:0]], "write_index": [write], "block_table": torch.tensor([blocks]).int()}
+    read = torch.tensor([x for row in slots for x in row])
+    by_index = {"read_index": [read], "max_seqlen_q": 1, "max_seqlen_k": 6}
+    by_table = {"read_index": [read[:0]], "block_table": torch.tensor([blocks]).int()}
     found = [
         hf_cache.attend(SimpleNamespace(max_batch_tokens=8), pool, (q, k, v), offsets, named)
         for pool, named in zip(pools, (by_index, by_table), strict=True)
