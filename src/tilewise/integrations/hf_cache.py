@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import AttentionError
 from ..kv_warmup import StepLimits
 from .kv_steps import Memory, Step
 
@@ -113,6 +114,8 @@ def attend(
 
 def gathered(cache: Any, key: Tensor, value: Tensor, layer: int, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """All keys and values of the sequences, (1, Hk, T, D), after the new ones were written."""
+    if named.get("block_table") is not None:
+        raise AttentionError("block_table", "that of a layer with a window", "None: max_blocks_per_request=0")
     if "kwargs" in inspect.signature(cache.update).parameters:
         k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=named)
         return k, v
