@@ -12,6 +12,8 @@ from ..errors import AttentionError
 from ..kv_warmup import StepLimits
 from .kv_steps import Memory, Step
 
+MIN_TABLE = 1024  # tokens
+
 
 class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
     """Decoding and prefill over SGLang's pool of tokens, in pages of the server's page size.
@@ -60,12 +62,13 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
                 "the step", "one that verifies drafts", "decoding or prefill: tree masks are not supported"
             )
         known, most, cu = forward_batch.seq_lens_cpu, 1, self.offsets(batch)
-        longest = self.req_to_token.shape[1] if known is None else max([*known.tolist(), 1])
+        longest = self.req_to_token.shape[1] if known is None else max([*known.tolist(), MIN_TABLE])
         if not mode.is_decode():
             cu = torch.zeros_like(cu)
             cu[1:].copy_(forward_batch.extend_seq_lens.cumsum(0))
             most = max([*forward_batch.extend_seq_lens_cpu, 0])
-        self.begin(forward_batch.seq_lens.int(), self.table(forward_batch, longest), cu, most)
+        tokens = 1 << (longest - 1).bit_length()  # of few sizes: calls of a known shape are prepared once
+        self.begin(forward_batch.seq_lens.int(), self.table(forward_batch, tokens), cu, most)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """The step of a CUDA graph, before its capture and before each of its replays."""
