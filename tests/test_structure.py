@@ -351,7 +351,7 @@ INTERNALS = "torch_internals"  # the only module that uses private names of torc
 MOST_PRIVATE = 12
 OTHERS_PRIVATE = {  # private names of other libraries
     "integrations.diffusers": {"_AttentionBackendRegistry"},
-    "integrations.transformers": {"_attn_implementation"},
+    "integrations.transformers": {"_attn_implementation", "_flash_with_kvcache_fn", "_loaded_implementation"},
     "integrations.vllm_backend": {"_k_scale", "_v_scale"},
     "backends.hopper.gluon_compat": {"_convert_to_ir_values"},
 }

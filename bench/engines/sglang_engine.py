@@ -5,14 +5,16 @@
 
 Without --pack (or --site, a folder that was unpacked before) the installed SGLang is used. The model is a small Llama;
 its random weights are those of `vllm_engine.py`, with which attention decides the tokens. Every engine has processes of
-its own; they run one after another, with a time limit. Results are written and printed after each engine. With
-`--device cpu` a tiny model runs on the CPU, with torch_native instead of triton and Triton's interpreter for other
-kernels: that tests the scheduling and the backend's calls. The interpreter of Triton 3.6 needs numpy 2.4 or older.
+its own. All engines start at the same time and run once, which compiles; then those of a case are timed in turns while
+all others wait. Results are written and printed after each case. With `--device cpu` a tiny model runs on the CPU, with
+torch_native instead of triton and Triton's interpreter for other kernels: that tests the scheduling and the backend's
+calls. The interpreter of Triton 3.6 needs numpy 2.4 or older.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
@@ -27,21 +29,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from turns import Engines, Worker, finish, spawn, tail
 from vllm_engine import LLAMA, compare, say, set_weights, workload
 
 HERE = Path(__file__).resolve().parent
 TINY = LLAMA | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 GRAPHS = {"cuda_graph_backend_prefill": "disabled", "cuda_graph_max_bs_decode": 64}
+RADIX = {"disable_radix_cache": False}  # prefix caching, on unless said otherwise
 CASES: dict[str, dict[str, Any]] = {  # name: workloads, options of Engine
     "eager": {"work": ["small"], "options": {"disable_cuda_graph": True}},
     "graphs": {"work": ["small", "long"], "options": GRAPHS},
-    "pages": {"work": ["small", "many"], "options": GRAPHS | {"page_size": 16}},
-    "prefix": {"work": ["shared"], "options": GRAPHS | {"disable_radix_cache": False}},
+    "pages": {"work": ["small", "many", "shared"], "options": GRAPHS | RADIX | {"page_size": 16}},
+    "prefix": {"work": ["shared"], "options": GRAPHS | RADIX},
     "chunked": {"work": ["many"], "options": GRAPHS | {"chunked_prefill_size": 512}},
-    "default": {"work": ["small", "long"], "options": {}},  # also CUDA graphs of the parts of prefill
+    "default": {"work": ["small", "long", "shared"], "options": RADIX},  # also CUDA graphs of the parts of prefill
 }
 ROUNDS = 3
-JIT = ("activation", "rope", "kvcache", "norm")  # what SGLang compiles with nvcc for a layer of Llama
+PARTS = {  # of SGLang's kernels for a layer of Llama: compiled ones, and those that it compiles with nvcc
+    "kernels": ["kernels"],
+    "jit": ["activation", "rope", "kvcache", "norm"],
+}
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
@@ -123,51 +130,72 @@ def check(name: str) -> None:
     assert error < 0.1, error
 
 
-def run_engine(case: str, backend: str, folder: Path, device: str) -> None:
-    import sglang
+class Engine:
+    """An engine and what it has done."""
 
-    began = time.perf_counter()
-    options = {
-        "model_path": str(folder / "model"), "skip_tokenizer_init": True, "random_seed": 0, "dtype": "bfloat16",
-        "attention_backend": backend, "sampling_backend": "pytorch", "grammar_backend": "none", "device": device,
-        "disable_radix_cache": True, "max_total_tokens": 262144, "max_running_requests": 256, "context_length": 4096,
-        "mem_fraction_static": 0.3, "log_level": "info",
-    } | CASES[case]["options"]  # fmt: skip
-    if device == "cpu":
-        options |= {"max_total_tokens": 16384, "mem_fraction_static": 0.05, "disable_cuda_graph": True}
-    engine = sglang.Engine(**options)
-    found: dict[str, Any] = {"engine_s": time.perf_counter() - began}
-    found["attention"] = engine.server_args.get_attention_backends()
-    say(case, backend, found)
+    def __init__(self, case: str, backend: str, folder: Path, device: str) -> None:
+        import sglang
 
-    def generate(prompts: list[list[int]], new: int, **words: Any) -> tuple[float, list[Any]]:
+        began = time.perf_counter()
+        options = {
+            "model_path": str(folder / "model"), "skip_tokenizer_init": True, "random_seed": 0, "dtype": "bfloat16",
+            "attention_backend": backend, "sampling_backend": "pytorch", "grammar_backend": "none", "device": device,
+            "disable_radix_cache": True, "max_total_tokens": 262144, "max_running_requests": 256,
+            "context_length": 4096, "mem_fraction_static": 0.4, "log_level": "info",
+        } | CASES[case]["options"]  # fmt: skip
+        if device == "cpu":
+            options |= {"max_total_tokens": 16384, "mem_fraction_static": 0.05, "disable_cuda_graph": True}
+        self.engine, self.is_tiny = sglang.Engine(**options), device == "cpu"
+        self.keeps_prefixes = not options["disable_radix_cache"]
+        self.found: dict[str, Any] = {"engine_s": time.perf_counter() - began}
+        self.found["attention"] = self.engine.server_args.get_attention_backends()
+
+    def workload(self, work: str) -> tuple[list[list[int]], int]:
+        prompts, new = workload(work)
+        return ([p[:60] for p in prompts[:6]], 8) if self.is_tiny else (prompts, new)
+
+    def generate(self, prompts: list[list[int]], new: int, **words: Any) -> tuple[float, list[Any]]:
         params = {"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True}
         began = time.perf_counter()
-        got = engine.generate(input_ids=prompts, sampling_params=params, **words)
+        got = self.engine.generate(input_ids=prompts, sampling_params=params, **words)
         return time.perf_counter() - began, got
 
-    def write() -> None:
-        (folder / f"{case}.{backend}.json").write_text(json.dumps(found))
-
-    for work in CASES[case]["work"]:
-        prompts, new = workload(work)
-        if device == "cpu":
-            prompts, new = [p[:60] for p in prompts[:6]], 8
-        seconds, got = generate(prompts, new, return_logprob=True, top_logprobs_num=2)
-        x = found[work] = {"tokens": [o["output_ids"] for o in got], "seconds": [], "repeatable": True}
+    def first(self, work: str) -> None:
+        """Tokens, and how far the best of each is before the second; how many requests change with a prompt's start."""
+        prompts, new = self.workload(work)
+        seconds, got = self.generate(prompts, new, return_logprob=True, top_logprobs_num=2)
+        x = self.found[work] = {"tokens": [o["output_ids"] for o in got], "seconds": [], "repeatable": True}
         best = [[[p[0] for p in step] for step in o["meta_info"]["output_top_logprobs"]] for o in got]
         x["gaps"] = [[p[0] - p[1] for p in steps] for steps in best]
         x["first_s"] = seconds
         other = [[*reversed(p[: len(p) // 2]), *p[len(p) // 2 :]] for p in prompts[:16]]
-        _, got = generate(other, 4)
+        _, got = self.generate(other, 4)
         x["changed"] = sum(o["output_ids"] != t[:4] for o, t in zip(got, x["tokens"], strict=False))
-        write()
-        for _ in range(ROUNDS):
-            seconds, got = generate(prompts, new)
-            x["seconds"].append(seconds)
-            x["repeatable"] &= [o["output_ids"] for o in got] == x["tokens"]
-            write()
-        say(case, backend, work, [round(s, 3) for s in x["seconds"]])
+
+    def timed(self, work: str) -> None:
+        if self.keeps_prefixes and work != "shared":  # otherwise the prompts of the run before are found in the cache
+            self.engine.flush_cache()
+        seconds, got = self.generate(*self.workload(work))
+        x = self.found[work]
+        x["seconds"].append(seconds)
+        x["repeatable"] &= [o["output_ids"] for o in got] == x["tokens"]
+
+
+def run_engine(case: str, backend: str, folder: Path, device: str) -> None:
+    engine, name = Engine(case, backend, folder, device), f"{case}.{backend}"
+    turns = Worker(folder, name)
+    say(name, engine.found)
+    turns.ready()
+    for n in range(1 + ROUNDS):
+        turns.wait_for_turn(n)
+        for work in CASES[case]["work"]:
+            if n == 0:
+                engine.first(work)
+            else:
+                engine.timed(work)
+            say(name, n, work, engine.found[work]["seconds"])
+            (folder / f"{name}.json").write_text(json.dumps(engine.found))
+        turns.done(n)
 
 
 def report(folder: Path, case: str, base: str, backend: str) -> None:
@@ -195,41 +223,19 @@ def report(folder: Path, case: str, base: str, backend: str) -> None:
     sys.stdout.flush()
 
 
-def spawn(words: list[str], env: dict[str, str], folder: Path, log: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, "--folder", str(folder), *words]
-    with open(folder / log, "w") as f:
-        return subprocess.Popen(command, env=env, stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
+def start_checks(env: dict[str, str], folder: Path) -> dict[str, subprocess.Popen[bytes]]:
+    names = [name for part in PARTS.values() for name in part]
+    return {name: spawn(__file__, ["--check", name], env, folder, f"check_{name}.log") for name in names}
 
 
-def finish(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """The exit code of a process; None if it was ended at the deadline. Its own children are ended with it."""
-    code = None
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        code = process.wait(max(0.1, deadline - time.monotonic()))
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return code
-
-
-def tail(path: Path, lines: int) -> str:
-    return "\n".join(x[:300] for x in path.read_text(errors="replace").splitlines()[-lines:])
-
-
-def choose_kernels(env: dict[str, str], folder: Path, device: str) -> list[str]:
-    """Folders with replacements in torch for what does not run on this machine."""
-    parts = {"kernels": ["kernels"], "jit": list(JIT)}
-    if device == "cpu":
-        return [str(HERE / "sglang_in_torch/kernels")]
-    running = {
-        name: spawn(["--check", name], env, folder, f"check_{name}.log") for names in parts.values() for name in names
-    }
+def failed_parts(running: dict[str, subprocess.Popen[bytes]], folder: Path) -> list[str]:
+    """Waits for the checks, says what they found, and returns folders with replacements for what does not run here."""
     deadline = time.monotonic() + 150
     codes = {name: finish(process, deadline) for name, process in running.items()}
     chosen = []
-    for part, names in parts.items():
+    for part, names in PARTS.items():
         failed = [name for name in names if codes[name] != 0]
-        say(f"{part}:", "SGLang's own" if not failed else f"in torch, since these failed: {failed}")
+        say(f"{part}:", "SGLang's own" if not failed else f"these failed: {failed}")
         for name in failed:
             print(tail(folder / f"check_{name}.log", 15))
         if failed:
@@ -261,7 +267,9 @@ def main() -> None:
     parser.add_argument("--site", help="where it is unpacked, or was before")
     parser.add_argument("--cases", default="eager,graphs", help="each with triton and tilewise; or case:a+b")
     parser.add_argument("--folder", type=Path, default=Path("sglang_results"))
-    parser.add_argument("--seconds", type=float, default=170, help="time limit of an engine")
+    parser.add_argument("--seconds", type=float, default=170, help="time limit of all engines together")
+    parser.add_argument("--start", type=float, default=120, help="seconds in which the engines have to start")
+    parser.add_argument("--own", action="store_true", help="use SGLang's kernels; check them while the engines start")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -289,24 +297,38 @@ def main() -> None:
             tar.extractall(given.site, filter="fully_trusted")
         say("unpacked", given.site)
     env = environment(given, folder)
-    device = ["--device", given.device]
-    writer = spawn(["--model", *device], env, folder, "model.log")
-    chosen = choose_kernels(env, folder, given.device)
-    env["PYTHONPATH"] = os.pathsep.join([*chosen, env["PYTHONPATH"]])
+    writer = spawn(__file__, ["--model", "--device", given.device], env, folder, "model.log")
+    on_gpu = given.device == "cuda"
+    checks = start_checks(env, folder) if on_gpu else {}
+    if not given.own:
+        replaced = failed_parts(checks, folder) if on_gpu else [str(HERE / "sglang_in_torch/kernels")]
+        env["PYTHONPATH"] = os.pathsep.join([*replaced, env["PYTHONPATH"]])
     if finish(writer, time.monotonic() + 120) != 0:
         sys.exit(tail(folder / "model.log", 30))
+    groups = {}
     for one in given.cases.split(","):
         case, _, backends = one.partition(":")
-        names = (backends or ("triton+tilewise" if given.device == "cuda" else "torch_native+tilewise")).split("+")
-        for backend in names:
-            log = f"{case}.{backend}.log"
-            (folder / f"{case}.{backend}.json").unlink(missing_ok=True)
-            process = spawn(["--case", f"{case}:{backend}", *device], env, folder, log)
-            code = finish(process, time.monotonic() + given.seconds)
-            if code != 0:
-                say(case, backend, "ended at the time limit" if code is None else f"failed ({code}); the log ends with")
-                print(tail(folder / log, 40))
-            report(folder, case, names[0], backend)
+        names = (backends or ("triton+tilewise" if on_gpu else "torch_native+tilewise")).split("+")
+        groups[case] = [(case, backend) for backend in names]
+    engines = Engines(__file__, folder, ROUNDS)
+    atexit.register(engines.end)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for group in groups.values():
+        for case, backend in group:
+            engines.start(f"{case}.{backend}", ["--case", f"{case}:{backend}", "--device", given.device], env)
+    deadline, every = time.monotonic() + given.seconds, list(engines.processes)
+    engines.wait("ready", every, time.monotonic() + given.start)
+    every = engines.drop_late()
+    if given.own:
+        failed_parts(checks, folder)
+    engines.turn(0, every, deadline)
+    say("all have generated once, or failed")
+    for group in groups.values():
+        for n in range(1, 1 + ROUNDS):
+            for case, backend in group:
+                engines.turn(n, [x for x in every if x == f"{case}.{backend}"], deadline)
+        for case, backend in group:
+            report(folder, case, group[0][1], backend)
 
 
 if __name__ == "__main__":

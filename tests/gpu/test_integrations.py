@@ -192,3 +192,29 @@ class TestTransformers:
         finally:
             integration.register()
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("blocks", [0, 8], ids=["indices", "table of blocks"])
+def test_continuous_batching(blocks: int) -> None:
+    """transformers' CUDA graphs; decoding from slots of all keys, or from its table of blocks: tokens of `generate`."""
+    transformers = pytest.importorskip("transformers")
+    from tilewise.integrations.transformers import serve
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=500, head_dim=32,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM(config).eval()
+    words = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 500, "pad_token_id": 0}
+    prompts = [torch.randint(3, 500, (n,)).tolist() for n in (5, 40, 300, 17)]
+    alone = [
+        model.generate(torch.tensor([p], device="cuda"), **words)[0, len(p) :].tolist() for p in prompts
+    ]  # with transformers' own attention
+    page = "page_size" if "page_size" in vars(transformers.ContinuousBatchingConfig()) else "block_size"
+    batching = transformers.ContinuousBatchingConfig(
+        **{page: 64}, num_blocks=64, max_batch_tokens=256, max_blocks_per_request=blocks, use_cuda_graph=True
+    )
+    found = serve(model).generate_batch(prompts, transformers.GenerationConfig(**words), batching)
+    assert [list(x.generated_tokens) for x in found.values()] == alone

@@ -1,5 +1,5 @@
-"""Continuous batching of transformers: its cache is a pool of tokens, and its `read_index` a table of pages of one,
-so that keys and values are attended where they lie. transformers' own functions gather them first, in every layer.
+"""Continuous batching of transformers: keys and values are attended where they lie, in the pages of its cache.
+transformers' own functions gather them first, in every layer.
 
 A layer with a sliding window writes over keys that the same call still reads: there transformers gathers, as always.
 """
@@ -9,13 +9,16 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..kv_cache import append_kv, attention_kv
+from ..errors import AttentionError
+from ..kv_warmup import StepLimits
+from .kv_steps import Memory, Step
 
 
 class Pool(NamedTuple):
-    """A layer's keys and values (tokens, 1, Hk, D), and the number of its group among the indices."""
+    """A layer's keys and values (pages, page size, Hk, D), and the number of its group among the indices."""
 
     k: Tensor
     v: Tensor
@@ -28,15 +31,66 @@ def pool_of(cache: Any, layer: int) -> Pool | None:
         allocator = cache.layer_to_allocator[layer]
         if allocator.layer_type != "full_attention":
             return None
-        k, v = (x.flatten(0, 1)[:, None] for x in allocator.get_cache_for_block_table(layer))
+        k, v = allocator.get_cache_for_block_table(layer)
         return Pool(k, v, allocator.index)
     if cache.sliding_windows[layer] != 1:  # 5.17, where 1 is none
         return None
     group, place = cache.layer_index_to_group_indices[layer]
-    return Pool(cache.key_cache[place][:, None], cache.value_cache[place][:, None], group)
+    k, v = (x[place].unflatten(0, (-1, cache.block_size)) for x in (cache.key_cache, cache.value_cache))
+    return Pool(k, v, group)
+
+
+class Steps:
+    """The step of a cache that its layers share, by their group. transformers makes new indices for every step; a CUDA
+    graph that is captured after a run with the same indices has a step of its own."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self.limits = StepLimits(most_tokens, most_tokens, most_tokens)
+        self.memory: Memory = {}
+        self.indices: Any = None
+        self.steps: dict[tuple[int, bool], Step] = {}
+
+    def of(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Step:
+        indices = named["read_index"]
+        if self.indices is not indices:
+            self.indices, self.steps = indices, {}
+        key = pool.group, pool.k.is_cuda and torch.cuda.is_current_stream_capturing()
+        step = self.steps.get(key)
+        if step is None:
+            step = self.steps[key] = self.new(pool, offsets, named)
+        return step
+
+    def new(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Step:
+        """With a block table all sequences have one query; otherwise there are the slots of all keys."""
+        cu_q, cu_k = (x.int() for x in offsets)
+        most, table = 1, named.get("block_table")
+        if table is not None:
+            table = table[pool.group]
+        else:
+            name = "max_seqlen" if "max_seqlen_q" in named else "max_length"  # 5.17, 5.22
+            longest = named[f"{name}_k"]
+            if isinstance(longest, dict):
+                longest = longest["full_attention"]
+            most = self.limits.max_seqlen_q(named[f"{name}_q"])
+            table = page_table(named["read_index"][pool.group], cu_k, pool.k.shape[1], longest)
+        memory = None if torch.compiler.is_compiling() else self.memory
+        return Step(cu_k.diff() - cu_q.diff(), cu_q, table, most, self.limits.backend(most), memory)
+
+
+def page_table(read: Tensor, cu_k: Tensor, page: int, longest: int) -> Tensor:
+    """The pages of each sequence, from the slots of its keys: a page's first slot is a multiple of its size.
+
+    >>> slots = torch.tensor([12, 13, 14, 15, 4, 8, 9])
+    >>> page_table(slots, torch.tensor([0, 5, 7]), page=4, longest=5)
+    tensor([[3, 1],
+            [2, 2]], dtype=torch.int32)
+    """
+    first = cu_k[:-1, None] + torch.arange(0, longest, page, device=read.device)
+    return (read[first.clamp_(max=read.shape[0] - 1)] // page).int()  # entries past a sequence's end are not read
 
 
 def attend(
+    cache: Any,
     pool: Pool,
     tensors: tuple[Tensor, Tensor, Tensor],
     offsets: tuple[Tensor, Tensor],
@@ -45,20 +99,23 @@ def attend(
 ) -> Tensor | None:
     """q (1, H, T, D), new k and v (1, Hk, T, D) -> (1, T, H, Dv), written and attended in place; None if nothing was
     cached before, and the new keys are the only ones."""
-    read, write = (named[name][pool.group] for name in ("read_index", "write_index"))
-    if not read.numel():
+    if named.get("block_table") is None and not named["read_index"][pool.group].numel():
         return None
-    cu_q, cu_k = (x.int() for x in offsets)
+    steps = None if torch.compiler.is_compiling() else vars(cache).get("tilewise")
+    if steps is None:
+        steps = Steps(cache.max_batch_tokens)
+    if not torch.compiler.is_compiling():
+        cache.tilewise = steps
     q, k, v = (x[0].transpose(0, 1) for x in tensors)
-    lengths = cu_k.diff()
-    append_kv(k, v, pool.k, pool.v, lengths, cu_seqlens_new=cu_q, slots=write)
-    pages = (cu_k, read.int())
-    out: Tensor = attention_kv(q, pool.k, pool.v, lengths, cu_seqlens_q=cu_q, page_table=pages, **options)
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    steps.of(pool, offsets, named).attend(q, pool.k, pool.v, out, k_new=k, v_new=v, **options)
     return out[None]
 
 
 def gathered(cache: Any, key: Tensor, value: Tensor, layer: int, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """All keys and values of the sequences, (1, Hk, T, D), after the new ones were written."""
+    if named.get("block_table") is not None:
+        raise AttentionError("block_table", "that of a layer with a window", "None: max_blocks_per_request=0")
     if "kwargs" in inspect.signature(cache.update).parameters:
         k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=named)
         return k, v

@@ -51,7 +51,7 @@ class Step:
     """A batch of sequences in pages. Everything but `max_seqlen_q` stays on the device.
 
     Args:
-        lengths: tokens of each sequence, with the new ones.
+        lengths: tokens of each sequence, with the new ones unless `attend` is given these.
         cu_seqlens_q: offsets of the queries.
         page_table: the pages of each sequence.
         max_seqlen_q: the largest number of queries of one sequence.

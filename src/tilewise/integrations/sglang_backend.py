@@ -9,7 +9,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from ..errors import AttentionError
-from .kv_steps import Step
+from ..kv_warmup import StepLimits
+from .kv_steps import Memory, Step
+
+MIN_TABLE = 1024  # tokens
 
 
 class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
@@ -32,20 +35,21 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
             raise AttentionError(
                 "the KV pool", "a hybrid pool with separate memory for windows", "--disable-hybrid-swa-memory"
             )
-        self.graph_memory: tuple[Tensor, Tensor, Tensor] | None = None
+        requests, length = self.req_to_token.shape
+        self.limits = StepLimits(tokens=length, sequences=requests, length=length)
+        self.one_each = torch.arange(requests + 1, dtype=torch.int32, device=self.req_to_token.device)
+        self.memory: Memory = {}
+        self.graph_memory: tuple[Tensor, Tensor] | None = None
         self.forward_metadata: Step | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.graph_memory = self._empty(max_bs, self.req_to_token.shape[1])
+        new = self.req_to_token.new_zeros
+        pages = -(-self.req_to_token.shape[1] // self.page)
+        self.offsets(max_bs)  # graphs keep the address
+        self.graph_memory = new(max_bs, dtype=torch.int32), new((max_bs, pages), dtype=torch.int32)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
-
-    def _empty(self, batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Lengths, a page table for this many tokens of each sequence, and offsets of one query each."""
-        new = self.req_to_token.new_zeros
-        table = new((batch, -(-tokens // self.page)), dtype=torch.int32)
-        return new(batch, dtype=torch.int32), table, torch.arange(batch + 1, dtype=torch.int32, device=table.device)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """The step of a forward that is not a CUDA graph."""
@@ -57,13 +61,14 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
             raise AttentionError(
                 "the step", "one that verifies drafts", "decoding or prefill: tree masks are not supported"
             )
-        known, most = forward_batch.seq_lens_cpu, 1
-        longest = self.req_to_token.shape[1] if known is None else max([*known.tolist(), 1])
-        lengths, table, cu = self._empty(batch, longest)
+        known, most, cu = forward_batch.seq_lens_cpu, 1, self.offsets(batch)
+        longest = self.req_to_token.shape[1] if known is None else max([*known.tolist(), MIN_TABLE])
         if not mode.is_decode():
+            cu = torch.zeros_like(cu)
             cu[1:].copy_(forward_batch.extend_seq_lens.cumsum(0))
             most = max([*forward_batch.extend_seq_lens_cpu, 0])
-        self._begin(forward_batch, lengths, table, cu, most)
+        tokens = 1 << (longest - 1).bit_length()  # of few sizes: calls of a known shape are prepared once
+        self.begin(forward_batch.seq_lens.int(), self.table(forward_batch, tokens), cu, most)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """The step of a CUDA graph, before its capture and before each of its replays."""
@@ -74,17 +79,27 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         if not mode.is_decode():
             raise AttentionError("a CUDA graph", f"one of the mode {mode.name}", "decoding, or prefill in pieces")
         assert self.graph_memory is not None, "init_cuda_graph_state comes first"
-        lengths, table, cu = self.graph_memory
-        self._begin(forward_batch, lengths[:batch], table[:batch], cu[: batch + 1], 1)
-
-    def _begin(self, forward_batch: Any, lengths: Tensor, table: Tensor, cu: Tensor, most: int) -> None:
-        """Fills the lengths and the table of a step, whose attention the layers compute next."""
+        lengths, table = (x[:batch] for x in self.graph_memory)
         lengths.copy_(forward_batch.seq_lens)
-        first = self.req_to_token[:, :: self.page][:, : table.shape[1]]  # of every page, the slot of its first token
-        table.copy_(first.index_select(0, forward_batch.req_pool_indices))
-        if self.page > 1:
-            table.floor_divide_(self.page)
-        self.forward_metadata = Step(lengths, cu, table, most)
+        table.copy_(self.table(forward_batch, self.req_to_token.shape[1]))
+        self.begin(lengths, table, self.offsets(batch), 1)
+
+    def offsets(self, batch: int) -> Tensor:
+        """Of one query of each sequence."""
+        if batch >= self.one_each.shape[0]:
+            self.one_each = torch.arange(2 * batch + 1, dtype=torch.int32, device=self.one_each.device)
+        return self.one_each[: batch + 1]
+
+    def table(self, forward_batch: Any, tokens: int) -> Tensor:
+        """The page table for this many tokens of each sequence."""
+        first = self.req_to_token[:, :tokens][:, :: self.page]  # of every page, the slot of its first token
+        found = first.index_select(0, forward_batch.req_pool_indices)
+        return found if self.page == 1 else found.floor_divide_(self.page)
+
+    def begin(self, lengths: Tensor, table: Tensor, cu: Tensor, most: int) -> None:
+        """The step whose attention the layers compute next."""
+        most = self.limits.max_seqlen_q(most)
+        self.forward_metadata = Step(lengths, cu, table, most, self.limits.backend(most), self.memory)
 
     def forward_decode(
         self,

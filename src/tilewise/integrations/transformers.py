@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+import transformers.modeling_flash_attention_utils as flash
 from torch import Tensor
 
 from ..api import attention, attention_varlen
@@ -28,7 +29,7 @@ from .hf_masks import Mask, make_mask
 from .hf_sharded import attend, check_positions
 
 NAME = "tilewise"
-SERVING = "tilewise_flash"  # since 5.22 only "sdpa", "eager" and names with "flash" in them may serve
+SERVING = "tilewise_flash3"  # names with "flash" in them may serve with CUDA graphs; with 3, from a table of blocks
 TESTED = ((5, 17), (5, 23))
 
 
@@ -43,7 +44,7 @@ def register(*, look: bool = True) -> None:
             pair.
     """
     check_version("transformers", transformers.__version__, *TESTED)
-    for name in (NAME, f"paged|{NAME}", SERVING):
+    for name in (NAME, f"paged|{NAME}", SERVING, f"paged|{SERVING}"):
         transformers.AttentionInterface.register(name, attention_forward)
         transformers.AttentionMaskInterface.register(name, partial(make_mask, look=False) if not look else make_mask)
 
@@ -51,8 +52,8 @@ def register(*, look: bool = True) -> None:
 def serve(model: Any) -> Any:
     """Use tilewise for a model's continuous batching (`generate_batch`, `continuous_batching_context_manager`).
 
-    transformers 5.17 takes "paged|tilewise". Since 5.22 it accepts a registered name only if that contains "flash";
-    `set_attn_implementation` would look for a kernel of that name on the Hub, so the name is set in the config.
+    transformers decides by the name whether CUDA graphs and its path for decoding are available. Call this before each
+    new batching manager if other models of the process use flash attention: transformers remembers one of them.
 
     Args:
         model: a transformers model. Its config is changed.
@@ -60,10 +61,9 @@ def serve(model: Any) -> Any:
     Returns:
         The model.
     """
-    if version(transformers.__version__) >= (5, 22):
-        model.config._attn_implementation = SERVING
-    else:
-        model.set_attn_implementation(f"paged|{NAME}")
+    name = SERVING if version(transformers.__version__) >= (5, 22) else f"paged|{SERVING}"
+    model.config._attn_implementation = name  # set_attn_implementation would look for a kernel of that name on the Hub
+    flash._loaded_implementation, flash._flash_with_kvcache_fn = name, attention_forward  # not called: not None
     return model
 
 
@@ -163,7 +163,7 @@ def _served(
     pool = hf_cache.pool_of(cache, module.layer_idx)
     if pool is not None:
         on_cache = {name: x for name, x in options.items() if name != "dropout_p"}
-        found = hf_cache.attend(pool, tensors, offsets, named, **on_cache)
+        found = hf_cache.attend(cache, pool, tensors, offsets, named, **on_cache)
         if found is not None:
             return found, None
     key, value = hf_cache.gathered(cache, tensors[1], tensors[2], module.layer_idx, named)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -454,6 +455,27 @@ def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         ids = torch.tensor([prompt])
         alone = model.generate(ids, attention_mask=torch.ones_like(ids), **words)[0, len(prompt) :]
         assert found[tuple(prompt)] == alone.tolist()
+
+
+def test_a_table_of_blocks_decodes_as_indices_do() -> None:
+    """transformers passes a table instead of indices if all sequences have one query; those that pad have none."""
+    torch.manual_seed(0)
+    page, lengths, blocks = 4, [6, 1, 0], [[3, 1], [4, -1], [-1, -1]]
+    pools = [hf_cache.Pool(*torch.randn(2, 6, page, 2, 16).unbind(0), group=0)]
+    pools.append(hf_cache.Pool(pools[0].k.clone(), pools[0].v.clone(), group=0))
+    q, k, v = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)
+    offsets = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 6, 7, 7])
+    slots = [[blocks[b][i // page] * page + i % page for i in range(n)] for b, n in enumerate(lengths)]
+    read = torch.tensor([x for row in slots for x in row])
+    by_index = {"read_index": [read], "max_seqlen_q": 1, "max_seqlen_k": 6}
+    by_table = {"read_index": [read[:0]], "block_table": torch.tensor([blocks]).int()}
+    found = [
+        hf_cache.attend(SimpleNamespace(max_batch_tokens=8), pool, (q, k, v), offsets, named)
+        for pool, named in zip(pools, (by_index, by_table), strict=True)
+    ]
+    for a, b in (found, [x.k for x in pools], [x.v for x in pools]):
+        assert torch.equal(a, b)
+    assert torch.equal(pools[0].k[1, 1], k[0, :, 0])
 
 
 PAGE = "page_size" if "page_size" in vars(transformers.ContinuousBatchingConfig()) else "block_size"
