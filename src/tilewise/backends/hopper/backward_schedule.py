@@ -187,7 +187,7 @@ def sequence_lengths(tokens: int, sequences: int) -> list[int]:
     ones the longest tiles of a real batch, which run at the end, would not be split.
 
     >>> sequence_lengths(1024, 4)
-    [128, 384, 640, 896]
+    [64, 192, 320, 448]
     """
     return [tokens * (n + 1) ** 2 // sequences**2 - tokens * n**2 // sequences**2 for n in range(sequences)]
 

@@ -79,8 +79,8 @@ FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
 MAX_WHOLE_ROWS = 256  # columns of O that a warpgroup can hold for 64 queries
 
 
-# Of a block mask without score terms, up to head dim 64: warpgroups leave out different tiles, so they must not wait for
-# one another, and further stages let one be ahead.
+# Of a block mask without score terms, up to head dim 64: warpgroups leave out different tiles, so they must not wait
+# for one another, and further stages let one be ahead.
 LISTED = ForwardTile(128, 2, lazy_rescale=False, stages=4)
 FP8_FORWARD = ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)  # of the blocks in which fp8 operands are stored
 
