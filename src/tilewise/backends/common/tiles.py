@@ -79,7 +79,7 @@ HOPPER: Table = {
         512: Tile(16, 16, 8, 1, chunk=64),
     },
     ("hvp key", 2): {
-        64: Tile(32, 64, 4, 3),  # 394; 64x128x8 371, 2 stages 347, 32x128x8 271
+        64: Tile(32, 64, 4, 3),  # 395; 64x64x4 443, but it spills 272 bytes if causal; 64x128x8 398
         128: Tile(32, 128, 8, 2),  # 398 (1.38 ms); dk and dv apart 1.62 and more: 64x128x8 1.02, 32x64x4 0.60
         256: Tile(16, 32, 8, 1, apart=True, chunk=64),  # 16x64x8 spills 292 bytes
         512: Tile(16, 16, 8, 1, apart=True, chunk=64),

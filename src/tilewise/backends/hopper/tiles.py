@@ -80,7 +80,8 @@ MAX_WHOLE_ROWS = 256  # columns of O that a warpgroup can hold for 64 queries
 
 
 # Of a block mask without score terms, up to head dim 64: warpgroups leave out different tiles, so they must not wait
-# for one another, and further stages let one be ahead.
+# for one another, and further stages let one be ahead. us, 16 heads, 16384: neighbourhood 162, with ping-pong and two
+# stages 184, lazy 170, 3 and 5 stages 164 163; causal documents of 1000 147, 151, 154; of 4000 341, 353, 367
 LISTED = ForwardTile(128, 2, lazy_rescale=False, stages=4)
 FP8_FORWARD = ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)  # of the blocks in which fp8 operands are stored
 
