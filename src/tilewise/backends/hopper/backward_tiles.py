@@ -382,10 +382,8 @@ def load_blocks(shared, inputs, w, queries, n, t, params, CONFIG: gl.constexpr):
             g = gl.where(m == half, 0, g)
         i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
         tokens = Tokens(w.b, queries.head + g, w.q0, w.n_q)
-        if CONFIG.TWO_PASSES and m == n:
-            load_kv(shared.kv, inputs, w, queries, t, CONFIG)
         load_rows_stage(shared.q, m, inputs.q, tokens, i0, inputs.lse2, row + g, column + i0)
-        if not CONFIG.TWO_PASSES and m == n:
+        if m == n:
             load_kv(shared.kv, inputs, w, queries, t, CONFIG)
         load_rows_stage(shared.do, m, inputs.do, tokens, i0, inputs.delta, row + g, column + i0)
         place, g = next_block(queries, place, g, CONFIG)
