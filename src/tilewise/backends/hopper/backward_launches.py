@@ -182,7 +182,7 @@ def dq_pieces(
     parts: tuple[int, ...], *, by_rows: bool = False, halves: bool = False
 ) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """See BackwardConfig.DQ_PIECES. A product of few columns reads as much of dS as one of many, so of two parts each
-    warpgroup takes one. With `halves` it takes half of each, at most 64 columns at a time, for which there are registers.
+    warpgroup takes one. With `halves` it takes half of each, at most 64 columns at a time, whose registers there are.
 
     >>> dq_pieces((64, 32)), dq_pieces((128,))
     ((((0, 0, 64),), ((1, 0, 32),)), (((0, 0, 64),), ((0, 64, 64),)))
