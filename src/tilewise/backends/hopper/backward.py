@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from ..common.device.score import times_derivative
 from ..common.device.tile_range import block_at
-from .backward_halves import attend_in_halves
 from .backward_passes import attend_keys, attend_values
 from .backward_tiles import (
     Inputs,
@@ -44,7 +43,6 @@ from .backward_tiles import (
 from .backward_wide import specialize_warps_wide
 from .column_parts import (
     acc_layout,
-    half_rows,
     issue_abt,
     issue_parts,
     loaded_operands,
@@ -188,8 +186,6 @@ def attend_block(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.c
 def attend_next(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.constexpr, CONFIG: gl.constexpr):
     if CONFIG.TWO_PASSES:
         return attend_keys(shared, acc, keys, block, params, WG, FIRST, CONFIG)
-    elif CONFIG.IN_HALVES:
-        return attend_in_halves(shared, acc, keys, block, params, WG, FIRST, CONFIG)
     else:
         return attend_block(shared, acc, keys, block, params, WG, FIRST, CONFIG)
 
@@ -206,7 +202,6 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     """dK and dV (`grads`, 0 before) of this warpgroup's half of the key tile w, and its part of dQ. In two passes, the
     first one: dK, and S^T of the first block of the second."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
-    PIECES: gl.constexpr = len(CONFIG.DQ_PIECES[WG])
     dk, dv = grads
     n, t = progress
     end = n + num_blocks(queries, CONFIG)
@@ -221,7 +216,7 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     mbarrier.wait(shared.q.full.index(n & 1), (n >> 1) & 1)
     zero = opaque(gl.to_tensor(0))
     q = parts_at(shared.q.tiles, (n & 1) + zero)
-    s = issue_abt(parts_at(shared.kv.k, WG + zero), half_rows(q, 0) if CONFIG.IN_HALVES else q)
+    s = issue_abt(parts_at(shared.kv.k, WG + zero), q)
     has_next = CONFIG.TWO_PASSES or n + 1 < end
     block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, has_next, 0, words, shift)
     s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, True, CONFIG)
@@ -245,14 +240,11 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     bar_sync_dynamic(DS_STORED + (1 - WG) * 2 + old, 256)
     fence_async_shared()
     dq = warpgroup_mma_wait(0, deps=(issue_dq(shared, old, zero, 0, WG, CONFIG),))
-    if PIECES == 2:
-        add_dq(dq, shared.staging, params.outputs.dq_acc, tile, end - 1, 0, WG, CONFIG)
-        dq = warpgroup_mma_wait(0, deps=(issue_dq(shared, old, zero, 1, WG, CONFIG),))
     bar_arrive_dynamic(DS_READ + WG * 2 + cur, 256)
     bar_sync_dynamic(DS_READ + (1 - WG) * 2 + cur, 256)
     if not CONFIG.TWO_PASSES:
         arrive(shared.kv.empty.index(0))  # before this the other warpgroup cannot start the next tile and arrive again
-    add_dq(dq, shared.staging, params.outputs.dq_acc, tile, end - 1, PIECES - 1, WG, CONFIG)
+    add_dq(dq, shared.staging, params.outputs.dq_acc, tile, end - 1, 0, WG, CONFIG)
     return dk, ((s,) if CONFIG.TWO_PASSES else dv)
 
 

@@ -161,7 +161,7 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool, has_wo
     return BackwardConfig(
         d,
         dv,
-        dq_pieces(d, by_rows=tile.block_m == 128, halves=sum(d) > 128 and not tile.two_passes),
+        dq_pieces(d, by_rows=tile.block_m == 128, wide=wide),
         tile.block_m,
         tile.block_n,
         GROUP=request.q.shape[-2] // request.k.shape[-2],
@@ -170,8 +170,7 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool, has_wo
         HAS_TERMS=has_terms,
         FOLD_SCALE=fold_scale,
         SCORES_FIRST=(has_terms or has_words) and sum(d) > 64,
-        IN_HALVES=sum(d) > 128 and not wide and not tile.two_passes,
-        TWO_PASSES=tile.two_passes,
+        TWO_PASSES=sum(d) > 128 and not wide,
         V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain and not has_words,  # 172 bytes would spill
         WIDE=wide,
         SPLIT=space.split is not None,
@@ -179,21 +178,22 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool, has_wo
 
 
 def dq_pieces(
-    parts: tuple[int, ...], *, by_rows: bool = False, halves: bool = False
+    parts: tuple[int, ...], *, by_rows: bool = False, wide: bool = False
 ) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """See BackwardConfig.DQ_PIECES. A product of few columns reads as much of dS as one of many, so of two parts each
-    warpgroup takes one. With `halves` it takes half of each, at most 64 columns at a time, whose registers there are.
+    warpgroup takes one. In the wide kernel it takes half of each, at most 64 columns at a time, whose registers there
+    are.
 
     >>> dq_pieces((64, 32)), dq_pieces((128,))
     ((((0, 0, 64),), ((1, 0, 32),)), (((0, 0, 64),), ((0, 64, 64),)))
-    >>> dq_pieces((128, 64), halves=True)
+    >>> dq_pieces((128, 64), wide=True)
     (((0, 0, 64), (1, 0, 32)), ((0, 64, 64), (1, 32, 32)))
     """
     if by_rows:
         return tuple(((0, 0, parts[0]),) for _ in range(2))
-    if len(parts) == 2 and not halves:
+    if len(parts) == 2 and not wide:
         return tuple(((i, 0, width),) for i, width in enumerate(parts))
-    shares = [
+    halves = [
         [
             (i, wg * width // 2 + c, min(width // 2, 64))
             for i, width in enumerate(parts)
@@ -201,7 +201,7 @@ def dq_pieces(
         ]
         for wg in range(2)
     ]
-    return tuple(map(tuple, shares))
+    return tuple(map(tuple, halves))
 
 
 def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, scale: float, num_sms: int) -> Launch:

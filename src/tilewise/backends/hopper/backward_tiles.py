@@ -40,11 +40,10 @@ class BackwardConfig(NamedTuple):
     powers of two. DQ_PIECES: for each warpgroup, its columns of dQ as (part of D, first column, columns). A block has
     BLOCK_M queries, a tile BLOCK_N keys; GROUP query heads share a KV head. DQ_BY_TMA: TMA adds dQ to global memory,
     not atomics. FOLD_SCALE: the softmax multiplies q.k by the scale. SCORES_FIRST: the product that would overlap with
-    the score terms (dP, in the wide kernel dQ) is issued after them, which leaves them 32 registers. IN_HALVES: P
-    and dS come in two halves of the queries, which saves 32 registers. TWO_PASSES: a tile visits its queries twice, the
-    second time for dV (`backward_passes`). V_IN_REGISTERS: V is loaded once a tile; dP then reads half as much shared
-    memory. WIDE: the kernel whose warpgroups share 64 keys. SPLIT: several programs compute a tile of keys, and store
-    parts of its dK and dV (see `key_parts`)."""
+    the score terms (dP, in the wide kernel dQ) is issued after them, which leaves them 32 registers. TWO_PASSES: a tile
+    visits its queries twice, the second time for dV (`backward_passes`). V_IN_REGISTERS: V is loaded once a tile; dP
+    then reads half as much shared memory. WIDE: the kernel whose warpgroups share 64 keys. SPLIT: several programs
+    compute a tile of keys, and store parts of its dK and dV (see `key_parts`)."""
 
     D: tuple[int, ...]
     DV: tuple[int, ...]
@@ -57,7 +56,6 @@ class BackwardConfig(NamedTuple):
     HAS_TERMS: bool = False
     FOLD_SCALE: bool = True
     SCORES_FIRST: bool = False
-    IN_HALVES: bool = False
     TWO_PASSES: bool = False
     V_IN_REGISTERS: bool = False
     WIDE: bool = False

@@ -49,16 +49,6 @@ def parts_at(tiles, n):
         return tile_at(tiles[0], n), tile_at(tiles[1], n)
 
 
-@gluon.jit
-def half_rows(parts, HALF: gl.constexpr):
-    """The upper or the lower half of a tile's rows."""
-    ROWS: gl.constexpr = parts[0].shape[0] // 2
-    found = ()
-    for i in gl.static_range(len(parts)):
-        found = found + (parts[i].slice(HALF * ROWS, ROWS, dim=0),)  # noqa: RUF005
-    return found
-
-
 @gluon.constexpr_function
 def total(parts):
     """The columns of all parts."""

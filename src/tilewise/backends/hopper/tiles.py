@@ -104,14 +104,12 @@ def widths(d: int) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
     """Blocks of `block_m` queries and tiles of `block_n` keys. `dq_by_tma`: TMA adds dQ to global memory instead of
-    atomics. With deterministic=True and head dim up to 128 it always does. `two_passes`: a tile visits its queries
-    twice (see `backward_passes`).
+    atomics. With deterministic=True and head dim up to 128 it always does.
     """
 
     block_m: int
     block_n: int
     dq_by_tma: bool
-    two_passes: bool = False
 
 
 # The backward: (largest padded head dims of Q and K and of V, only without score terms and in any order) -> tile;
@@ -123,11 +121,9 @@ BACKWARD: tuple[tuple[int, int, bool, BackwardTile], ...] = (
     (64, 64, False, BackwardTile(64, 128, dq_by_tma=False)),
     # full 604, by atomics 568: the fence before dQ waits for them
     (128, 128, False, BackwardTile(64, 128, dq_by_tma=True)),
-    # the columns of Q and K in two parts (`backward_schedule.column_widths`); there is no room for a tile of dQ. In two
-    # passes 0 to 4 % faster from 4096 tokens on, but 5 % slower at 1024
-    (192, 128, True, BackwardTile(64, 128, dq_by_tma=False)),
-    # FlashAttention-3's time over ours, causal 4 x 4096 and 16 x 1024: 0.92 0.83, tiles of 64 keys 0.80 0.65
-    (192, 192, True, BackwardTile(64, 128, dq_by_tma=False, two_passes=True)),
+    # in two passes (`backward_passes`); there is no room for a tile of dQ. FlashAttention-3's time over ours, causal
+    # 4 x 4096 and 16 x 1024: 192 0.92 0.83, tiles of 64 keys 0.80 0.65; 192 by 128 1.01 0.89, in halves 0.99 0.94
+    (192, 192, True, BackwardTile(64, 128, dq_by_tma=False)),
     # there is no room for a tile of dQ
     (256, 256, False, BackwardTile(64, 64, dq_by_tma=False)),
 )
