@@ -23,11 +23,11 @@ from .backends.registry import backward_backend, choose
 from .kv_formats import shares_memory
 from .kv_request import KV_TILE
 from .request import BackwardInputs, Request, num_differentiable
+from .torch_internals import PLAIN, has_address
 
 MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
 MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
 CONSTANTS = frozenset((bool, int, str, type(None), torch.dtype, torch.device))
-TENSORS = frozenset((Tensor, torch.nn.Parameter))
 T = TypeVar("T")
 
 
@@ -54,7 +54,7 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *set
         options: the other arguments. Names that are absent have their defaults.
         settings: whatever else the result depends on.
     """
-    if not TENSORS.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
+    if not PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
         return None
     parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings]
     for key, value in options.items():
@@ -80,7 +80,7 @@ def _add(value: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
         parts += kind, value
     elif kind is float:
         parts.append(value.hex())
-    elif kind in TENSORS:
+    elif kind in PLAIN:
         parts.append(Tensor)
         tensors.append(value)
     elif isinstance(value, tuple):
@@ -229,15 +229,10 @@ class CallPlan:
         return backend.term_gradients(request, bwd_inputs, wanted)
 
 
-def is_plain(x: Any) -> bool:
-    """Whether this is a tensor in memory with its own values. Not one of a subclass, a zero tensor, a stack of
-    gradients that autograd batches, or a view with the negative bit."""
-    if type(x) not in TENSORS:
-        return False
-    try:
-        return x.data_ptr() != 0 and not x.is_neg()
-    except RuntimeError:
-        return False
+def is_readable(x: Any) -> bool:
+    """Whether the values of x are those at its address. Not if it is None, a tensor of a subclass, a zero tensor, a
+    stack of gradients that autograd batches, or a view with the negative bit."""
+    return has_address(x) and x.data_ptr() != 0 and not x.is_neg()
 
 
 def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:

@@ -77,6 +77,16 @@ class Steps:
         return Step(cu_k.diff() - cu_q.diff(), cu_q, table, most, self.limits.backend(most), memory)
 
 
+def steps_of(cache: Any) -> Steps:
+    """Kept on the cache, except by torch.compile, which traces every step."""
+    steps: Steps | None = None if torch.compiler.is_compiling() else vars(cache).get("tilewise")
+    if steps is None:
+        steps = Steps(cache.max_batch_tokens)
+        if not torch.compiler.is_compiling():
+            cache.tilewise = steps
+    return steps
+
+
 def page_table(read: Tensor, cu_k: Tensor, page: int, longest: int) -> Tensor:
     """The pages of each sequence, from the slots of its keys: a page's first slot is a multiple of its size.
 
@@ -101,14 +111,9 @@ def attend(
     cached before, and the new keys are the only ones."""
     if named.get("block_table") is None and not named["read_index"][pool.group].numel():
         return None
-    steps = None if torch.compiler.is_compiling() else vars(cache).get("tilewise")
-    if steps is None:
-        steps = Steps(cache.max_batch_tokens)
-    if not torch.compiler.is_compiling():
-        cache.tilewise = steps
     q, k, v = (x[0].transpose(0, 1) for x in tensors)
     out = q.new_empty(*q.shape[:2], v.shape[2])
-    steps.of(pool, offsets, named).attend(q, pool.k, pool.v, out, k_new=k, v_new=v, **options)
+    steps_of(cache).of(pool, offsets, named).attend(q, pool.k, pool.v, out, k_new=k, v_new=v, **options)
     return out[None]
 
 

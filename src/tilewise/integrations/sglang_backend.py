@@ -39,14 +39,14 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         self.limits = StepLimits(tokens=length, sequences=requests, length=length)
         self.one_each = torch.arange(requests + 1, dtype=torch.int32, device=self.req_to_token.device)
         self.memory: Memory = {}
-        self.graph_memory: tuple[Tensor, Tensor] | None = None
+        self.graph_memory: tuple[Tensor, Tensor, Tensor] | None = None
         self.forward_metadata: Step | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         new = self.req_to_token.new_zeros
         pages = -(-self.req_to_token.shape[1] // self.page)
-        self.offsets(max_bs)  # graphs keep the address
-        self.graph_memory = new(max_bs, dtype=torch.int32), new((max_bs, pages), dtype=torch.int32)
+        lengths, table = new(max_bs, dtype=torch.int32), new((max_bs, pages), dtype=torch.int32)
+        self.graph_memory = lengths, table, self.offsets(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
@@ -79,10 +79,11 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         if not mode.is_decode():
             raise AttentionError("a CUDA graph", f"one of the mode {mode.name}", "decoding, or prefill in pieces")
         assert self.graph_memory is not None, "init_cuda_graph_state comes first"
-        lengths, table = (x[:batch] for x in self.graph_memory)
+        lengths, table, offsets = self.graph_memory
+        lengths, table = lengths[:batch], table[:batch]
         lengths.copy_(forward_batch.seq_lens)
         table.copy_(self.table(forward_batch, self.req_to_token.shape[1]))
-        self.begin(lengths, table, self.offsets(batch), 1)
+        self.begin(lengths, table, offsets[: batch + 1], 1)
 
     def offsets(self, batch: int) -> Tensor:
         """Of one query of each sequence."""

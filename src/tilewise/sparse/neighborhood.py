@@ -216,8 +216,8 @@ def boxes_of(windows: Sequence[Window]) -> tuple[tuple[int, ...], tuple[int, ...
     most = max(prod(box) for box in product(*sizes) if prod(box) <= TILE)
     boxes = [box for box in product(*sizes) if prod(box) == most]
     seen = [
-        {both: _visited(window, *both) for both in product(found, found)}
-        for window, found in zip(windows, sizes, strict=True)
+        {both: _visited(axis, *both) for both in product(found, found)}
+        for axis, found in zip(map(_axis, windows), sizes, strict=True)
     ]
 
     def cost(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Any, ...]:
@@ -227,9 +227,9 @@ def boxes_of(windows: Sequence[Window]) -> tuple[tuple[int, ...], tuple[int, ...
     return min(product(boxes, boxes), key=cost)
 
 
-def _visited(window: Window, queries: int, keys: int) -> int:
+def _visited(axis: Axis, queries: int, keys: int) -> int:
     """Pairs of ranges along one axis, of so many queries and keys, that see each other."""
-    place, first, last = (x.tolist() for x in _axis(window))
+    place, first, last = (x.tolist() for x in axis)
     ends: dict[int, tuple[int, int]] = {}
     for at, lo, hi in zip(place, first, last, strict=True):
         low, high = ends.get(at // queries, (lo, hi))

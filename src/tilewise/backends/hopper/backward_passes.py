@@ -1,4 +1,4 @@
-"""Two passes of the Hopper backward over the queries of a key tile, for head dims of which dK and dV do not both fit.
+"""The Hopper backward in two passes over the queries of a key tile, for head dims from 129 to 192.
 
 With 192 columns dK and dV of 64 keys would take 192 of a thread's 240 registers. So a tile visits its queries twice:
 
