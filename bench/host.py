@@ -23,7 +23,8 @@ import tilewise
 from tests.tilewise.backends.fake_driver import CUresult, FakeDriver
 from tests.tilewise.plan_cache.cases import StubBackend
 from tilewise.backends import registry
-from tilewise.backends.common import compiler, kernel_call, launcher
+from tilewise.backends.common import kernel_call
+from tilewise.backends.common import launch as launcher
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.kernel_call import KernelCall, all_arguments
 from tilewise.backends.common.launch import Launch, Target
@@ -61,7 +62,7 @@ def install(stack: ExitStack) -> None:
 
     def compiled(launches: Sequence[Launch]) -> list[Any]:
         with compiling_for(90):
-            found = compiler.compile_launches(launches)
+            found = launcher.compile_launches(launches)
         for launch, binary in zip(launches, found, strict=True):
             driver.sizes[binary.metadata.name] = [*launcher.sizes_of(binary, all_arguments(launch))]
         return found

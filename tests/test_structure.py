@@ -63,7 +63,7 @@ ONLY_FOR = {
 # Packages that are not torch's or Python's own, and who imports them: at once, or, after a ~, inside functions alone.
 OUTSIDE = {
     "triton": "backends.common backends.common.device backends.hopper backends.triton warmup~",
-    "cuda": "backends.common.launcher",
+    "cuda": "backends.common.launch",
     "transformers": "integrations",
     "diffusers": "integrations.diffusers",
     "vllm": "integrations.vllm_backend integrations.vllm~",

@@ -123,8 +123,7 @@ def compile_steps(layers: Sequence[AttentionLayer], limits: StepLimits, device: 
     many there are; 0 on a device without kernels."""
     if not layers or device.type != "cuda" or gpu_of(device) is None:
         return 0
-    from .backends.common.compiler import compile_launches
-    from .backends.common.launch import INTERPRETED, target_of
+    from .backends.common.launch import INTERPRETED, compile_launches, target_of
 
     if INTERPRETED:
         return 0

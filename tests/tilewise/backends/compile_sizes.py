@@ -1,5 +1,5 @@
 """Run by test_sizes, in a process whose Triton is the compiler's: how many kernels calls of random sizes ask for, and
-whether the parameters of compiled kernels have the sizes that `launcher` expects. Prints JSON."""
+whether the parameters of compiled kernels have the sizes that `launch` expects. Prints JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.kernel_call import Placeholders, all_arguments
-from tilewise.backends.common.launch import DeviceMemory, Target
-from tilewise.backends.common.launcher import parameters_of, sizes_of
+from tilewise.backends.common.launch import DeviceMemory, Target, parameters_of, sizes_of
 from tilewise.backends.common.offline import binary_for, specialised
 from tilewise.backends.hopper import launches as hopper
 from tilewise.backends.hopper import offline
@@ -76,7 +75,7 @@ def ptx_sizes(ptx: str) -> list[int]:
 
 
 def known() -> dict[str, Any]:
-    """For each kernel, the sizes of its parameters beyond those that `launcher` expects; or where they differ."""
+    """For each kernel, the sizes of its parameters beyond those that `launch` expects; or where they differ."""
     q = torch.empty(2, 77, 4, 64, dtype=torch.bfloat16)
     request = Request(q, q.clone(), q.clone(), Spec.of(head_dim=64, causal=True))
     out, lse = q.clone(), torch.empty(2, 4, 77)
@@ -100,7 +99,7 @@ def known() -> dict[str, Any]:
 
 def _parameters(binary: Any, args: Any) -> Any:
     """`parameters_of`, without a driver to encode descriptors."""
-    from tilewise.backends.common import launcher
+    from tilewise.backends.common import launch as launcher
 
     launcher.TensorMap = lambda *x: x  # type: ignore[assignment,misc]
     return parameters_of(binary, args)

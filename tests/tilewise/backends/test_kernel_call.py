@@ -18,12 +18,12 @@ from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, inputs
 from tests.tilewise.backends import fake_driver
 from tests.tilewise.backends.fake_driver import FakeDriver, binary
-from tilewise.backends.common import kernel_call, launcher
+from tilewise.backends.common import kernel_call
+from tilewise.backends.common import launch as launcher
 from tilewise.backends.common.device.structs import View
 from tilewise.backends.common.gpu import INTERPRETER, Gpu
 from tilewise.backends.common.kernel_call import SPAN, Descriptor, KernelCall, Placeholders, all_arguments
-from tilewise.backends.common.launch import COUNTERS, Built, Launch, Target
-from tilewise.backends.common.launcher import Slot
+from tilewise.backends.common.launch import COUNTERS, Built, Launch, Slot, Target
 from tilewise.kv_cache import _call as kv_call_of
 from tilewise.kv_request import KvCall, structure_of
 from tilewise.options import kv_options

@@ -24,10 +24,19 @@ import triton
 from torch import Tensor
 
 from ...torch_internals import current_stream, empty_strided_cuda
-from . import launcher
-from .compiler import compile_launches
-from .launch import COUNTERS, INTERPRETED, Build, DeviceMemory, Launch, target_of
-from .launcher import CompiledLaunch, Slot, TensorMap
+from . import launch as launcher
+from .launch import (
+    COUNTERS,
+    INTERPRETED,
+    Build,
+    CompiledLaunch,
+    DeviceMemory,
+    Launch,
+    Slot,
+    TensorMap,
+    compile_launches,
+    target_of,
+)
 
 KNOBS = triton.knobs.runtime
 SPAN = 1 << 48  # bytes of the address space that belong to one placeholder
@@ -232,7 +241,7 @@ class KernelCall:
 
     def _launch_with_triton(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """In the interpreter, on AMD, without `cuda.bindings`, with a Triton launch hook, for misaligned tensors, and
-        for kernels that need more than prepared launches give (see `launcher.can_prepare`)."""
+        for kernels that need more than prepared launches give (see `launch.can_prepare`)."""
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             built = self.build(tensors, self.target, DeviceMemory(self.device))
             for launch in built.launches:

@@ -83,8 +83,7 @@ def test_heads_that_share_keys_are_queries_of_one_head(window):
 def test_launches_of_placeholders_are_those_of_the_tensors(after):
     """The same shapes, strides, offsets and constants: descriptors, views, scalars and results."""
     from tilewise.backends.common.kernel_call import Descriptor, Placeholders
-    from tilewise.backends.common.launch import DeviceMemory, Target
-    from tilewise.backends.common.launcher import Slot
+    from tilewise.backends.common.launch import DeviceMemory, Slot, Target
     from tilewise.backends.hopper.backward_launches import build_backward
     from tilewise.backends.hopper.launches import build_forward
 
