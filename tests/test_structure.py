@@ -38,7 +38,6 @@ LAYERS = (
     "options merge",
     "backends.registry",
     "backends.hopper backends.triton backends.reference",
-    "backends.kernel_backend",
     "backends.protocol",
     "backends.common backends",
     "mods",
@@ -54,7 +53,7 @@ ONLY_FOR = {
     "backends.hopper": "backends.registry sparse.topk",
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
-    "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.kernel_backend"
+    "backends.common": "backends.registry backends.hopper backends.triton backends.reference"
     " backends.protocol warmup kv_warmup distributed.calls sparse.topk sparse.block_attention sparse.nsa sparse.packed"
     " sparse.moba",
     "backends.common.device": "backends.common backends.hopper backends.triton",

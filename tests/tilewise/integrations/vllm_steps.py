@@ -84,8 +84,8 @@ class Recorder:
         asked = kv_options(options)  # type: ignore[arg-type]
         places = checks.places_of(k_new, k, lengths, asked)
         request = checks.append_request(k_new, v_new, k, v, places, None, asked)
-        backends = import_module("tilewise.backends.triton").TritonBackend()
-        self.run(backends.kv.append(request), request)
+        kernels = import_module("tilewise.backends.triton").KV
+        self.run(kernels.append(request), request)
 
 
 def steps(row: dict[str, Any]) -> Iterator[tuple[int, int, int]]:

@@ -19,8 +19,8 @@ from .backward import backward_kernel
 from .backward_rows import COLUMNS, OTHER, OWN, RowsConfig, backward_rows_kernel
 from .backward_schedule import Split, Widths, choose_split, column_widths, padded_widths, tile_schedule
 from .backward_tiles import BackwardConfig
-from .descriptors import descriptor, output, part_descriptors
 from .gluon_compat import TensorDescriptor, gl
+from .launches import descriptor, output, part_descriptors
 from .mask_words import new_words, with_words, without_mask_mod, words_launches
 from .postprocess import (
     PostprocessConfig,

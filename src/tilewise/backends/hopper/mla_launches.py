@@ -15,7 +15,7 @@ from ..common.kv.mla_launches import cache_views, mla_launch, repair_launch
 from ..common.launch import Launch, Target
 from ..common.score_terms import device_terms
 from ..common.shapes import view
-from .descriptors import packed_descriptor
+from .launches import packed_descriptor
 from .mla import HopperLatentConfig, hopper_mla_kernel
 from .mla_producers import PackedViews
 from .support import MLA_TILE
