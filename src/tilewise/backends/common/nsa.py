@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .device.structs import ANY_SIZE, LOG2E
 from .gpu import Gpu
+from .kernel_arguments import padded, view
 from .kernel_config import precision
 from .launch import INTERPRETED, Launch
-from .shapes import padded, view
 
 ROW_ELEMENTS = 2048  # of a tile of the gated sum
 

@@ -11,10 +11,20 @@ from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, Blocks, KernelConfig, View
+from ..common.kernel_arguments import (
+    CallShape,
+    call_shape,
+    device_terms,
+    folded,
+    has_large_scores,
+    mask_mod,
+    new_gradients,
+    padded,
+    score_mod_with_derivative,
+    view,
+)
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named
 from ..common.renormalise import renormalised
-from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
-from ..common.shapes import CallShape, call_shape, new_gradients, padded, view
 from .backward import backward_kernel
 from .backward_rows import COLUMNS, OTHER, OWN, RowsConfig, backward_rows_kernel
 from .backward_schedule import Split, Widths, choose_split, column_widths, padded_widths, tile_schedule

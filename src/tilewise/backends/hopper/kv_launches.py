@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ...kv_formats import is_latent
 from ...kv_request import MIN_PREFILL_QUERIES, KvCall, KvRequest, PlannedTile
+from ..common.kernel_arguments import CallShape
 from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
-from ..common.shapes import CallShape
 from .forward_tiles import ROWS
 from .launches import Operands, State, column_descriptors, forward_config, forward_launch, new_state
 from .mla_launches import hopper_mla_launches, page_stride

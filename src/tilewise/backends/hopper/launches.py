@@ -11,9 +11,19 @@ from ...request import LIMIT, Request, Spec
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.fp8 import Fp8Scales
 from ..common.fp8_format import KEY_BLOCK
+from ..common.kernel_arguments import (
+    CallShape,
+    by_group,
+    call_shape,
+    device_terms,
+    mask_mod,
+    new_max_logit,
+    new_results,
+    padded,
+    score_mod,
+    view,
+)
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named, pdl_option
-from ..common.score_terms import device_terms, mask_mod, score_mod
-from ..common.shapes import CallShape, by_group, call_shape, new_max_logit, new_results, padded, view
 from . import tiles
 from .forward import forward_kernel
 from .forward_repair import RepairPointers
