@@ -25,13 +25,12 @@ from tests.tilewise.plan_cache.cases import StubBackend
 from tilewise.backends import registry
 from tilewise.backends.common import kernel_call
 from tilewise.backends.common import launch as launcher
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.kernel_call import KernelCall, all_arguments
 from tilewise.backends.common.launch import Launch, Target
 from tilewise.backends.common.offline import compiling_for
 from tilewise.backends.hopper.backward_launches import build_backward
 from tilewise.backends.hopper.launches import build_forward
-from tilewise.request import BackwardInputs, Request
+from tilewise.request import BackwardInputs, Gpu, Request
 
 CALLS, BURST = 5000, 25
 SHAPE = 1, 64, 1, 64

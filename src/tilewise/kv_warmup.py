@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends.common.gpu import gpu_of
 from .backends.registry import choose
 from .kv_request import MIN_PREFILL_QUERIES, KvCall, structure_of
 from .ops import kv as ops
 from .options import kv_options
+from .request import gpu_of
 from .validation import kv as checks
 
 

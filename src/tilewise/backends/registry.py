@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ..errors import AttentionError, shown
-from ..request import BackwardInputs, Request
+from ..request import BackwardInputs, Gpu, Request, gpu_of
 from . import hopper, triton
-from .common.gpu import Gpu, gpu_of
 from .protocol import Backend, KvBackend, Runner
 from .reference import ReferenceBackend
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.kernel_call import Placeholders, all_arguments
 from tilewise.backends.common.launch import DeviceMemory, Target, parameters_of, sizes_of
 from tilewise.backends.common.offline import binary_for, specialised
@@ -20,7 +19,7 @@ from tilewise.backends.hopper.backward_launches import build_backward
 from tilewise.backends.hopper.kv_launches import prefill_launch
 from tilewise.backends.triton import offline as portable
 from tilewise.kv_request import CachePlaces, KvRequest
-from tilewise.request import Request, Spec
+from tilewise.request import Gpu, Request, Spec
 
 SM_90 = Gpu("cuda", 90)
 

@@ -21,13 +21,12 @@ from tests.tilewise.backends.fake_driver import FakeDriver, binary
 from tilewise.backends.common import kernel_call
 from tilewise.backends.common import launch as launcher
 from tilewise.backends.common.device.structs import View
-from tilewise.backends.common.gpu import INTERPRETER, Gpu
 from tilewise.backends.common.kernel_call import SPAN, Descriptor, KernelCall, Placeholders, all_arguments
 from tilewise.backends.common.launch import COUNTERS, Built, Launch, Slot, Target
 from tilewise.kv_cache import _call as kv_call_of
 from tilewise.kv_request import KvCall, structure_of
 from tilewise.options import kv_options
-from tilewise.request import BackwardInputs, Request
+from tilewise.request import INTERPRETER, BackwardInputs, Gpu, Request
 from tilewise.validation import dense as checks
 
 # Placeholders

@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...request import Request
+from ...request import Gpu, Request
 from .device.fp8 import Fp8Scales
 from .device.structs import PAD
 from .fp8_format import KEY_BLOCK, MEAN_KEYS, is_smoothed
 from .fp8_quantise import Fp8Config, Fp8Tensors, mean_keys_kernel, quantise_kernel
-from .gpu import Gpu
 from .kernel_arguments import call_shape, padded, view
 from .launch import INTERPRETED, Launch, Memory, can_overlap, pdl_option
 

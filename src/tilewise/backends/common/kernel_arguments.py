@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ...errors import AttentionError
 from ...mods.dropout import threshold
-from ...request import MAX_HEAD_DIM, Request, heads_are_queries
+from ...request import MAX_HEAD_DIM, Gpu, Request, heads_are_queries
 from . import mod_source as mods
 from .device import structs as device
 from .device.structs import View
-from .gpu import Gpu
 from .launch import INTERPRETED, Memory
 
 LARGEST = 55.0  # exp(55) is 2^79; float32 reaches 2^127, so values and their sums may be as large as 2^48

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from .gpu import INTERPRETER, Gpu, gpu_of
+from ...request import INTERPRETER, Gpu, gpu_of
 
 try:
     from cuda.bindings import driver as driver

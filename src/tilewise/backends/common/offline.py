@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .gpu import Gpu
+from ...request import Gpu
 
 
 def target_of(arch: int | str) -> Any:

@@ -19,12 +19,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...request import BackwardInputs, Request
+from ...request import BackwardInputs, Gpu, Request
 from .device.attend import stream_keys
 from .device.structs import ANY_SIZE, Grid, Rows, ScoreParams, Sequences, View
 from .device.tile_io import load_rows, row_pointers, store_rows
 from .device.tile_range import locate
-from .gpu import Gpu
 from .kernel_arguments import (
     call_shape,
     device_terms,

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...request import BackwardInputs, Request, Spec
+from ...request import BackwardInputs, Gpu, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.structs import KernelConfig
-from ..common.gpu import Gpu
 from ..common.kernel_arguments import (
     call_shape,
     device_terms,

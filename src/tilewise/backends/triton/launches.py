@@ -7,11 +7,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ...request import Request, Spec
+from ...request import Gpu, Request, Spec
 from ..common import tiles
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
-from ..common.gpu import Gpu
 from ..common.kernel_arguments import (
     call_shape,
     device_terms,

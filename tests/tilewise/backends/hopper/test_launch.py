@@ -9,11 +9,10 @@ import torch
 
 import tilewise
 from tests.tilewise.mods.test_rows import product
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.hopper import support, tiles
 from tilewise.backends.registry import choose
 from tilewise.mods import alibi, block_diagonal, prefix_lm, softcap
-from tilewise.request import Request, Spec
+from tilewise.request import Gpu, Request, Spec
 
 pytest.importorskip("triton")
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ....kv_formats import GROUPS, LATENT, is_deepseek_fp8
 from ....kv_request import KvCall
+from ....request import Gpu
 from ..device.structs import View
-from ..gpu import Gpu
 from ..kernel_arguments import device_terms, folded, mask_mod, view
 from ..kernel_config import precision
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap
