@@ -11,7 +11,7 @@ from torch import Tensor
 from .backends.reference import ReferenceBackend
 from .errors import AttentionError
 from .ops import dense as ops
-from .plan_cache import CallPlan, at_wanted, is_readable
+from .plan_cache import CallPlan, at_wanted
 from .request import BackwardInputs, Request, Spec, arguments, num_differentiable
 from .torch_internals import (
     eager_apply,
@@ -114,7 +114,7 @@ class AttentionWithLse(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
         call, saved = ctx.call, ctx.saved_tensors  # read once: a checkpoint recomputes them
         is_usual = len(saved) == 5 and dlse is None and type(call) is CallPlan  # q, k, v, out and lse
-        if is_usual and is_first_order() and is_readable(dout):
+        if is_usual and is_first_order():
             grads = call.usual_gradients(saved, dout)
             if grads is not None:
                 return None, *grads

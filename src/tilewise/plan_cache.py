@@ -186,9 +186,18 @@ class CallPlan:
         found: Sequence[Tensor] = self.backward((*tensors, *bwd_inputs, *tangents), tangents=len(tangents))
         return found
 
-    def usual_gradients(self, saved: Sequence[Tensor], dout: Tensor) -> Any:
-        """(dq, dk, dv) of a call without score terms and without a gradient of lse, whose dout is readable. None if no
-        prepared inputs had these strides before. `saved`: q, k, v, out and lse."""
+    def usual_gradients(self, saved: Sequence[Tensor], dout: Any) -> Any:
+        """(dq, dk, dv) of a call without score terms and without a gradient of lse, for `saved` q, k, v, out and lse.
+
+        None if no prepared inputs had these strides before, or if the values of dout are not those at its address: it
+        is None, a tensor of a subclass, a zero tensor, a stack of gradients that autograd batches, or a view with the
+        negative bit.
+        """
+        try:
+            if type(dout) not in PLAIN or not dout.data_ptr() or dout.is_neg():
+                return None
+        except RuntimeError:  # it has no address
+            return None
         key: tuple[Any, ...] = (None, *map(strides_of, saved), dout.stride(), None)
         if self.uses_tf32:
             key = (*key, torch.backends.cuda.matmul.fp32_precision)
@@ -229,15 +238,6 @@ class CallPlan:
         if wanted is None:
             return backend.backward(request, bwd_inputs)
         return backend.term_gradients(request, bwd_inputs, wanted)
-
-
-def is_readable(x: Any) -> bool:
-    """Whether the values of x are those at its address. Not if it is None, a tensor of a subclass, a zero tensor, a
-    stack of gradients that autograd batches, or a view with the negative bit."""
-    try:
-        return type(x) in PLAIN and x.data_ptr() != 0 and not x.is_neg()
-    except RuntimeError:  # it has no memory
-        return False
 
 
 def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:

@@ -119,11 +119,18 @@ def is_first_order() -> bool:
     return not (is_watched or torch.is_grad_enabled())
 
 
-def is_autocast(x: Any) -> bool:
-    """Whether autocast is on for the device of a tensor."""
-    if type(x) in PLAIN and x.is_cuda:
-        return torch.is_autocast_enabled("cuda")
-    return isinstance(x, Tensor) and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+def is_cast(q: Any, k: Any, v: Any) -> bool:
+    """Whether autocast is on for the device of q, and one of the three has another dtype than it computes in."""
+    if type(q) in PLAIN and q.is_cuda:
+        device = "cuda"
+    elif isinstance(q, Tensor) and not q.is_meta:
+        device = q.device.type
+    else:
+        return False
+    if not torch.is_autocast_enabled(device):
+        return False
+    dtype = torch.get_autocast_dtype(device)
+    return not (q.dtype is dtype and getattr(k, "dtype", None) is dtype and getattr(v, "dtype", None) is dtype)
 
 
 def is_traced(*tensors: Tensor) -> bool:

@@ -24,7 +24,7 @@ from ..mods.dropout import as_seed, is_whole
 from ..mods.program import Mod, bound, check_filled, check_tables
 from ..options import REQUIRED, Options, options_of
 from ..request import MAX_HEAD_DIM, Request, Spec, band
-from ..torch_internals import has_address, is_autocast
+from ..torch_internals import has_address, is_cast
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 3.4e38  # of a float32
@@ -281,11 +281,9 @@ def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str | None = None) -> tuple
     """q, k and v as "bshd" views, in autocast's dtype if it is active (as torch's scaled_dot_product_attention)."""
     if layout is not None and (not isinstance(layout, str) or layout != "bshd"):
         q, k, v = bhsd_to_bshd(layout, q, k, v)
-    if not is_autocast(q) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
+    if not is_cast(q, k, v) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    if q.dtype is dtype and k.dtype is dtype and v.dtype is dtype:
-        return q, k, v
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
 
