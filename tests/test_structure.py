@@ -54,7 +54,7 @@ ONLY_FOR = {
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
     "backends.common": "backends.registry backends.hopper backends.triton backends.reference"
-    " backends.protocol warmup kv_warmup distributed.calls sparse.topk sparse.block_attention sparse.nsa sparse.packed"
+    " warmup kv_warmup distributed.calls sparse.topk sparse.block_attention sparse.nsa sparse.packed"
     " sparse.moba",
     "backends.common.device": "backends.common backends.hopper backends.triton",
 }
