@@ -25,10 +25,10 @@ from tests.tilewise.plan_cache.cases import StubBackend
 from tilewise.backends import registry
 from tilewise.backends.common import kernel_call
 from tilewise.backends.common import launch as launcher
-from tilewise.backends.common.kernel_call import KernelCall, all_arguments
+from tilewise.backends.common.kernel_call import KernelCall, all_arguments, build_backward
 from tilewise.backends.common.launch import Launch, Target
 from tilewise.backends.common.offline import compiling_for
-from tilewise.backends.hopper.backward_launches import build_backward
+from tilewise.backends.hopper.backward_launches import named_launches
 from tilewise.backends.hopper.launches import build_forward
 from tilewise.request import BackwardInputs, Gpu, Request
 
@@ -52,7 +52,9 @@ class HopperCalls(StubBackend):
         return KernelCall(build_forward(request.spec), request.tensors(), torch.device("cuda:0"))
 
     def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Any:
-        return KernelCall(build_backward(request.spec), (*request.tensors(), *bwd_inputs), torch.device("cuda:0"))
+        return KernelCall(
+            build_backward(named_launches, request.spec), (*request.tensors(), *bwd_inputs), torch.device("cuda:0")
+        )
 
 
 def install(stack: ExitStack) -> None:

@@ -50,9 +50,9 @@ class KernelBackend:
         return KernelCall(build, request.tensors(), request.q.device)
 
     def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
-        from .common.kernel_call import KernelCall
+        from .common.kernel_call import KernelCall, build_backward
 
-        build = self._module("backward_launches").build_backward(request.spec)
+        build = build_backward(self._module("backward_launches").named_launches, request.spec)
         return KernelCall(build, (*request.tensors(), *bwd_inputs), request.q.device)
 
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:

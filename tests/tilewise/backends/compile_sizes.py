@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.common.kernel_call import Placeholders, all_arguments
+from tilewise.backends.common.kernel_call import Placeholders, all_arguments, build_backward
 from tilewise.backends.common.launch import DeviceMemory, Target, parameters_of, sizes_of
 from tilewise.backends.common.offline import binary_for, specialised
 from tilewise.backends.hopper import launches as hopper
 from tilewise.backends.hopper import offline
-from tilewise.backends.hopper.backward_launches import build_backward
+from tilewise.backends.hopper.backward_launches import named_launches
 from tilewise.backends.hopper.kv_launches import prefill_launch
 from tilewise.backends.triton import offline as portable
 from tilewise.kv_request import CachePlaces, KvRequest
@@ -81,7 +81,7 @@ def known() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for build, tensors in (
         (hopper.build_forward(request.spec), request.tensors()),
-        (build_backward(request.spec), (*request.tensors(), out, lse, q.clone(), None)),
+        (build_backward(named_launches, request.spec), (*request.tensors(), out, lse, q.clone(), None)),
     ):
         memory = Placeholders(tensors)
         for launch in build(memory.inputs, Target(SM_90, 132), memory).launches:

@@ -187,10 +187,8 @@ def without_mask_mod(request: Request) -> Request:
     return request._replace(spec=request.spec._replace(mask_mod=None))
 
 
-def with_words(terms: Terms, request: Request, words: Tensor | None) -> Terms:
-    """The terms of a kernel that reads these words, if there are any, instead of evaluating the mod."""
-    if words is None:
-        return terms
+def with_words(terms: Terms, request: Request, words: Tensor) -> Terms:
+    """The terms of a kernel that reads these words instead of evaluating the mod."""
     seen = words[_size(request) :] if words.numel() > _size(request) else None
     return terms._replace(mask=(), mask_words=words, mask_seen=seen)
 

@@ -18,7 +18,7 @@ from .launches import (
     buffers_of,
     checked_partition,
     combine_launch,
-    launch_options,
+    kernel_options,
     planned,
     schedule_launches,
     schedule_sizes,
@@ -110,7 +110,7 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
     if partition.tile.max_registers:
         mods["maxnreg"] = partition.tile.max_registers
     shape = {"num_warps": partition.tile.warps, "num_stages": stages}
-    return Launch(mla_kernel, partition.programs, args, launch_options(config, **mods, **shape))
+    return Launch(mla_kernel, partition.programs, args, kernel_options(config, **mods, **shape))
 
 
 def repair_launch(attend: Launch) -> Launch:
