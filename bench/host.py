@@ -23,14 +23,14 @@ import tilewise
 from tests.tilewise.backends.fake_driver import CUresult, FakeDriver
 from tests.tilewise.plan_cache.cases import StubBackend
 from tilewise.backends import registry
-from tilewise.backends.common import compiler, kernel_call, launcher
-from tilewise.backends.common.gpu import Gpu
-from tilewise.backends.common.kernel_call import KernelCall, all_arguments
+from tilewise.backends.common import kernel_call
+from tilewise.backends.common import launch as launcher
+from tilewise.backends.common.kernel_call import KernelCall, all_arguments, build_backward
 from tilewise.backends.common.launch import Launch, Target
 from tilewise.backends.common.offline import compiling_for
-from tilewise.backends.hopper.backward_launches import build_backward
+from tilewise.backends.hopper.backward_launches import named_launches
 from tilewise.backends.hopper.launches import build_forward
-from tilewise.request import BackwardInputs, Request
+from tilewise.request import BackwardInputs, Gpu, Request
 
 CALLS, BURST = 5000, 25
 SHAPE = 1, 64, 1, 64
@@ -52,7 +52,9 @@ class HopperCalls(StubBackend):
         return KernelCall(build_forward(request.spec), request.tensors(), torch.device("cuda:0"))
 
     def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Any:
-        return KernelCall(build_backward(request.spec), (*request.tensors(), *bwd_inputs), torch.device("cuda:0"))
+        return KernelCall(
+            build_backward(named_launches, request.spec), (*request.tensors(), *bwd_inputs), torch.device("cuda:0")
+        )
 
 
 def install(stack: ExitStack) -> None:
@@ -61,7 +63,7 @@ def install(stack: ExitStack) -> None:
 
     def compiled(launches: Sequence[Launch]) -> list[Any]:
         with compiling_for(90):
-            found = compiler.compile_launches(launches)
+            found = launcher.compile_launches(launches)
         for launch, binary in zip(launches, found, strict=True):
             driver.sizes[binary.metadata.name] = [*launcher.sizes_of(binary, all_arguments(launch))]
         return found

@@ -22,9 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.common.compiler import compile_options, compute_cache_keys
-from tilewise.backends.common.launch import OFFLINE_PROCESSORS, DeviceMemory, target_of
-from tilewise.backends.common.shapes import new_results
+from tilewise.backends.common.kernel_arguments import new_results
+from tilewise.backends.common.launch import (
+    OFFLINE_PROCESSORS,
+    DeviceMemory,
+    compile_options,
+    compute_cache_keys,
+    target_of,
+)
 from tilewise.backends.hopper.launches import forward_launches, new_state
 from tilewise.backends.hopper.tiles import ForwardTile
 from tilewise.options import options_of

@@ -26,9 +26,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 from tilewise import mods
-from tilewise.backends.common.gpu import Gpu
 from tilewise.options import options_of
-from tilewise.request import BackwardInputs
+from tilewise.request import BackwardInputs, Gpu
 from tilewise.validation import dense as checks
 from tilewise_lab.costs.compiled import Compiled, compile_for
 

@@ -153,9 +153,8 @@ show(
 )
 
 if has_triton("a kernel with more stages than fit"):
-    from tilewise.backends.common.gpu import Gpu
     from tilewise.backends.triton import launches as launch
-    from tilewise.request import Request, Spec
+    from tilewise.request import Gpu, Request, Spec
     from tilewise_lab.costs.compiled import compile_for
 
     q = torch.empty(1, 512, 4, 128, dtype=torch.bfloat16, device="meta")

@@ -512,9 +512,8 @@ assert len(candidates) == 24
 
 # %%
 if HERE:
-    from tilewise.backends.common.gpu import Gpu
     from tilewise.backends.triton import launches as launch
-    from tilewise.request import Request, Spec
+    from tilewise.request import Gpu, Request, Spec
 
     q = torch.randn(1, 16, 1, 16)
     request, lse = Request(q, q, q, Spec(0.25)), torch.empty(1, 1, 16)

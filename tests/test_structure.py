@@ -38,7 +38,6 @@ LAYERS = (
     "options merge",
     "backends.registry",
     "backends.hopper backends.triton backends.reference",
-    "backends.kernel_backend",
     "backends.protocol",
     "backends.common backends",
     "mods",
@@ -54,8 +53,8 @@ ONLY_FOR = {
     "backends.hopper": "backends.registry sparse.topk",
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
-    "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.kernel_backend"
-    " backends.protocol warmup kv_warmup distributed.calls sparse.topk sparse.block_attention sparse.nsa sparse.packed"
+    "backends.common": "backends.registry backends.hopper backends.triton backends.reference"
+    " warmup kv_warmup distributed.calls sparse.topk sparse.block_attention sparse.nsa sparse.packed"
     " sparse.moba",
     "backends.common.device": "backends.common backends.hopper backends.triton",
 }
@@ -63,7 +62,7 @@ ONLY_FOR = {
 # Packages that are not torch's or Python's own, and who imports them: at once, or, after a ~, inside functions alone.
 OUTSIDE = {
     "triton": "backends.common backends.common.device backends.hopper backends.triton warmup~",
-    "cuda": "backends.common.launcher",
+    "cuda": "backends.common.launch",
     "transformers": "integrations",
     "diffusers": "integrations.diffusers",
     "vllm": "integrations.vllm_backend integrations.vllm~",
@@ -226,7 +225,7 @@ def test_layers_and_exceptions_exist():
         ("backends.common.device.mask", "from ..launch import Launch", False),
         ("backends.reference.tiled", "import triton", False),
         ("backends.registry", "import triton", False),
-        ("warmup", "from .backends.common.gpu import Gpu", True),
+        ("warmup", "from .backends.common.tiles import Tile", True),
         ("warmup", "from .backends.hopper.tiles import widths", False),
         ("warmup", "import triton", False),
         ("warmup", "def f():\n    import triton", True),
@@ -317,10 +316,10 @@ def test_no_circle_of_folders(folder):
     ids=["at once", "in a function", "for types"],
 )
 def test_circles_are_seen(source):
-    above = {"merge": {"request"}, "backends.registry": {"request"}, "backends.common.gpu": set()}
+    above = {"merge": {"request"}, "backends.registry": {"request"}, "backends.common.tiles": set()}
     arrows = above | {"request": arrows_of("request", source.format("merge"), False)}
     assert circles(arrows) == [("merge", "request")]
-    arrows = above | {"request": arrows_of("request", source.format("backends.common.gpu"), False)}  # imports nothing
+    arrows = above | {"request": arrows_of("request", source.format("backends.common.tiles"), False)}  # imports nothing
     assert not circles(arrows)
     assert circles(inside("tilewise", arrows)) == [("backends", "request")]
 

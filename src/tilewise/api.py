@@ -12,7 +12,7 @@ from .backends.registry import choose
 from .errors import AttentionError
 from .options import REQUIRED, Options, OtherOptions, misplaced, takes_options
 from .plan_cache import CallPlan, plan_of, plans, positions, signature
-from .torch_internals import is_autocast, is_eager, is_traced
+from .torch_internals import is_cast, is_eager, is_traced
 from .validation import dense as validation
 from .validation import nested
 
@@ -153,7 +153,7 @@ def attention(
     """
     if others:
         raise misplaced("attention", others)
-    if layout is not None or is_autocast(q):
+    if layout is not None or is_cast(q, k, v):
         q, k, v = validation.to_bshd(q, k, v, layout)
     tensors = [q, k, v]
     key = signature("attention", tensors, options) if is_eager() and not validation.CHECK_CONTENTS else None

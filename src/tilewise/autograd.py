@@ -11,9 +11,10 @@ from torch import Tensor
 from .backends.reference import ReferenceBackend
 from .errors import AttentionError
 from .ops import dense as ops
-from .plan_cache import CallPlan, at_wanted, is_readable
+from .plan_cache import CallPlan, at_wanted
 from .request import BackwardInputs, Request, Spec, arguments, num_differentiable
 from .torch_internals import (
+    eager_apply,
     is_batched,
     is_dtensor,
     is_first_order,
@@ -81,8 +82,8 @@ def run_plan(plan: CallPlan, arguments: Sequence[Tensor]) -> Any:
     if plan.spec.precision is not None:
         check_forward_only(plan.spec, tensors)
     if plan.returns_out:
-        return (Attention.apply(plan, *tensors),)  # type: ignore[no-untyped-call]
-    return AttentionWithLse.apply(plan, *tensors)  # type: ignore[no-untyped-call]
+        return (_apply(plan, *tensors),)
+    return _apply_with_lse(plan, *tensors)
 
 
 def run_forward(call: CallPlan | Spec, tensors: Sequence[Tensor | None]) -> Any:
@@ -113,8 +114,8 @@ class AttentionWithLse(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
         call, saved = ctx.call, ctx.saved_tensors  # read once: a checkpoint recomputes them
         is_usual = len(saved) == 5 and dlse is None and type(call) is CallPlan  # q, k, v, out and lse
-        if is_usual and is_first_order() and is_readable(dout):
-            grads = call.backward((*saved, dout, None), is_prepared=False)
+        if is_usual and is_first_order():
+            grads = call.usual_gradients(saved, dout)
             if grads is not None:
                 return None, *grads
         return _backward(ctx, saved, dout, dlse)
@@ -129,6 +130,9 @@ class Attention(AttentionWithLse):
         ctx.call = call
         ctx.save_for_backward(*tensors, out, lse)
         return out
+
+
+_apply, _apply_with_lse = eager_apply(Attention), eager_apply(AttentionWithLse)
 
 
 class TransformedAttention(AttentionWithLse):

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends.common.gpu import gpu_of
 from .backends.registry import choose
 from .kv_request import MIN_PREFILL_QUERIES, KvCall, structure_of
 from .ops import kv as ops
 from .options import kv_options
+from .request import gpu_of
 from .validation import kv as checks
 
 
@@ -123,8 +123,7 @@ def compile_steps(layers: Sequence[AttentionLayer], limits: StepLimits, device: 
     many there are; 0 on a device without kernels."""
     if not layers or device.type != "cuda" or gpu_of(device) is None:
         return 0
-    from .backends.common.compiler import compile_launches
-    from .backends.common.launch import INTERPRETED, target_of
+    from .backends.common.launch import INTERPRETED, compile_launches, target_of
 
     if INTERPRETED:
         return 0

@@ -12,7 +12,7 @@ from .kv_cache import attention_kv
 from .kv_formats import BYTES, LATENT, WIDTH
 from .kv_request import KvPlan
 from .options import PageTable
-from .validation.arguments import tensor
+from .validation.dense import tensor
 
 
 class MlaArguments(NamedTuple):

@@ -23,12 +23,13 @@ from .backends.registry import backward_backend, choose
 from .kv_formats import shares_memory
 from .kv_request import KV_TILE
 from .request import BackwardInputs, Request, num_differentiable
-from .torch_internals import PLAIN, has_address
+from .torch_internals import PLAIN
 
 MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
 MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
 CONSTANTS = frozenset((bool, int, str, type(None), torch.dtype, torch.device))
 T = TypeVar("T")
+strides_of = Tensor.stride
 
 
 class PlanCache(dict[tuple[Any, ...], T], Generic[T]):
@@ -185,12 +186,26 @@ class CallPlan:
         found: Sequence[Tensor] = self.backward((*tensors, *bwd_inputs, *tangents), tangents=len(tangents))
         return found
 
+    def usual_gradients(self, saved: Sequence[Tensor], dout: Any) -> Any:
+        """(dq, dk, dv) of a call without score terms and without a gradient of lse, for `saved` q, k, v, out and lse.
+
+        None if no prepared inputs had these strides before, or if the values of dout are not those at its address: it
+        is None, a tensor of a subclass, a zero tensor, a stack of gradients that autograd batches, or a view with the
+        negative bit.
+        """
+        try:
+            if type(dout) not in PLAIN or not dout.data_ptr() or dout.is_neg():
+                return None
+        except RuntimeError:  # it has no address
+            return None
+        key: tuple[Any, ...] = (None, *map(strides_of, saved), dout.stride(), None)
+        if self.uses_tf32:
+            key = (*key, torch.backends.cuda.matmul.fp32_precision)
+        runner = self._backward.get(key)
+        return None if runner is None else runner((*saved, dout, None))
+
     def backward(
-        self,
-        every: Sequence[Tensor | None],
-        wanted: tuple[bool, ...] | None = None,
-        tangents: int = 0,
-        is_prepared: bool = True,
+        self, every: Sequence[Tensor | None], wanted: tuple[bool, ...] | None = None, tangents: int = 0
     ) -> Any:
         """(dq, dk, dv); or `term_gradients`, or `hvp`.
 
@@ -201,16 +216,12 @@ class CallPlan:
             every: `Request.tensors()`, `BackwardInputs` and tangents.
             wanted: which of the score terms' gradients; None for those of q, k and v.
             tangents: how many of the tensors are tangents.
-            is_prepared: whether the inputs come from `prepare_backward_inputs`. If not, and no prepared inputs had
-                these strides before, None is returned.
         """
         key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in every])
         if self.uses_tf32:
             key = (*key, torch.backends.cuda.matmul.fp32_precision)
         runner = self._backward.get(key)
         if runner is None:
-            if not is_prepared:
-                return None
             runner = self._backward_runner([*every], wanted, tangents)
             if len(self._backward) >= MOST_LAYOUTS:
                 self._backward.clear()
@@ -227,12 +238,6 @@ class CallPlan:
         if wanted is None:
             return backend.backward(request, bwd_inputs)
         return backend.term_gradients(request, bwd_inputs, wanted)
-
-
-def is_readable(x: Any) -> bool:
-    """Whether the values of x are those at its address. Not if it is None, a tensor of a subclass, a zero tensor, a
-    stack of gradients that autograd batches, or a view with the negative bit."""
-    return has_address(x) and x.data_ptr() != 0 and not x.is_neg()
 
 
 def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:

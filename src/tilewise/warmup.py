@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from .backends import registry
-from .backends.common.gpu import Gpu, gpu_of, has_triton
 from .backends.common.offline import gpu_named
 from .errors import AttentionError
 from .options import options_of
-from .request import Request
+from .request import Gpu, Request, gpu_of, has_triton
 from .validation import dense as checks
 
 # Batch and length: long, short, not a multiple of a tile. Kernels specialise on no more than that, and the backward on

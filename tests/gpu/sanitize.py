@@ -9,9 +9,8 @@ import sys
 
 from tests import budget
 from tests.cases import Case, make, run
-from tilewise.backends.common.gpu import gpu_of
 from tilewise.backends.hopper.support import unsupported
-from tilewise.request import Request
+from tilewise.request import Request, gpu_of
 
 CASES = [
     Case(batch=2, n_q=130, n_k=130, heads=4, kv_heads=2, d=64, dv=64, dtype="bfloat16", after=0),

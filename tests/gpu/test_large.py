@@ -16,9 +16,8 @@ from torch import Tensor
 import tilewise
 from tests import budget
 from tests.cases import Case, Inputs, run
-from tilewise.backends.common.gpu import gpu_of
 from tilewise.backends.hopper.support import unsupported
-from tilewise.request import Request
+from tilewise.request import Request, gpu_of
 
 pytestmark = pytest.mark.xdist_group("large")
 NEEDED, PATIENCE = 60e9, 20.0  # bytes, seconds

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import tilewise
-from tilewise.backends.common import kernel_call, launcher
+from tilewise.backends.common import kernel_call
+from tilewise.backends.common import launch as launcher
 from tilewise.backends.common.kernel_call import KernelCall
 from tilewise.kv_cache import Prepared
 from tilewise.plan_cache import CallPlan, plans

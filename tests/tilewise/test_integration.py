@@ -23,10 +23,9 @@ from tests import features
 from tests.cases import Case, Inputs, make, run
 from tests.conftest import DEVICE
 from tests.oracle import naive
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.registry import choose
 from tilewise.errors import AttentionError
-from tilewise.request import Request, Spec, arguments
+from tilewise.request import Gpu, Request, Spec, arguments
 
 
 @pytest.fixture(autouse=True)

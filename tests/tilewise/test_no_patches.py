@@ -133,7 +133,7 @@ def test_compilation_changes_nothing(tmp_path: object) -> None:
         pytest.skip("no triton here")
     head, _, _ = SCRIPT.partition("# calls")
     script = head + (
-        "from tilewise.backends.common.gpu import Gpu\n"
+        "from tilewise.request import Gpu\n"
         "from tilewise.backends.common.offline import binary_for\n"
         "from tilewise.backends.registry import launches_of\n"
         "from tilewise.request import Request, Spec\n"

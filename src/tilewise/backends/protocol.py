@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
-from ..request import BackwardInputs, Request
-from .common.gpu import Gpu
+from ..request import BackwardInputs, Gpu, Request
 
 # From the tensors of a call to its results. The tensors have the layouts of those that the runner was made for.
 Runner = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]

@@ -1,18 +1,95 @@
-"""The backends, and which of them runs a call."""
+"""The backends, and which of them runs a call. Importing them imports torch alone."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from ..errors import AttentionError, shown
-from ..request import Request
-from .common.gpu import Gpu, gpu_of
-from .hopper import HopperBackend
-from .protocol import Backend, KvBackend
+from ..request import BackwardInputs, Gpu, Request, gpu_of
+from . import hopper, triton
+from .protocol import Backend, KvBackend, Runner
 from .reference import ReferenceBackend
-from .triton import TritonBackend
 
-BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())  # in the order of "auto"
+
+class Support(Protocol):
+    """The module `support` of a backend: which calls its kernels run."""
+
+    def unsupported(self, request: Any, gpu: Gpu | None) -> str | None: ...
+
+    def declines(self, request: Any, gpu: Gpu | None) -> str | None: ...
+
+    def has_backward(self, request: Request) -> bool: ...
+
+
+class KernelBackend:
+    """A backend whose folder, called as `name`, has the modules `support`, `launches`, `backward_launches` and
+    `offline`. Its kernels are imported when a runner is made. Terms' gradients and other derivatives are computed by
+    common kernels from any backend's out and lse."""
+
+    def __init__(self, name: str, reason: str, support: Support, kv: KvBackend) -> None:
+        self.name, self.reason, self.support = name, reason, support
+        self.kv: KvBackend | None = kv
+
+    def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
+        return self.support.unsupported(request, gpu)
+
+    def declines(self, request: Any, gpu: Gpu | None) -> str | None:
+        return self.support.declines(request, gpu)
+
+    def has_backward(self, request: Request) -> bool:
+        return self.support.has_backward(request)
+
+    def forward(self, request: Request) -> Runner:
+        from .common.kernel_call import KernelCall
+
+        build = self._module("launches").build_forward(request.spec)
+        return KernelCall(build, request.tensors(), request.q.device)
+
+    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
+        from .common.kernel_call import KernelCall, build_backward
+
+        build = build_backward(self._module("backward_launches").named_launches, request.spec)
+        return KernelCall(build, (*request.tensors(), *bwd_inputs), request.q.device)
+
+    def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
+        found: dict[str, Any] = self._module("offline").offline_launches(request, gpu, backward)
+        return found
+
+    def _module(self, name: str) -> Any:
+        return import_module(f"{__package__}.{self.name}.{name}")
+
+    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
+        from .common.term_gradients import term_gradients
+
+        return term_gradients(request, bwd_inputs, wanted)
+
+    def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        from .common.jvp_launches import jvp
+
+        return jvp(request, out, lse, tangents)
+
+    def lacks_hvp(self, request: Request) -> str | None:
+        from .common.kernel_arguments import lacks_hvp
+
+        return lacks_hvp(request)
+
+    def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
+        from .common.hvp_launches import build_hvp
+        from .common.kernel_call import KernelCall
+
+        tensors = *request.tensors(), *bwd_inputs, *tangents
+        return KernelCall(build_hvp(request.spec), tensors, request.q.device)
+
+
+BACKENDS: tuple[Backend, ...] = (  # in the order of "auto"
+    KernelBackend("hopper", "kernels for this GPU", hopper.support, hopper.KV),
+    KernelBackend("triton", "portable kernels", triton.support, triton.KV),
+    ReferenceBackend(),
+)
 NAMES = ("auto", *(backend.name for backend in reversed(BACKENDS)))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import AttentionError
-from ..validation.arguments import tensor
+from ..validation.dense import tensor
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ..kv_cache import append_kv, attention_kv
 from ..kv_request import Rotary
 from ..mods.dropout import is_whole
 from ..request import MAX_HEAD_DIM
-from ..validation.arguments import tensor
+from ..validation.dense import tensor
 
 Window = tuple[int, int]
 F = TypeVar("F", bound=Callable[..., Any])

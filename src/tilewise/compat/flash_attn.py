@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..errors import AttentionError
-from ..validation.arguments import tensor
+from ..validation.dense import tensor
 from . import bert_padding, flash_attn_3, rotary
 from .flash_arguments import BOTH_WAYS, Window, options_of, over_cache, unpacks
 from .modules import Missing, module, package

@@ -13,7 +13,7 @@ from ..integrations.kv_steps import Plans
 from ..merge import merge
 from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
-from ..validation.arguments import tensor
+from ..validation.dense import tensor
 from .flash_arguments import BOTH_WAYS, Window, options_of, over_cache, with_qv
 from .segments import used
 

@@ -25,7 +25,7 @@ from ..kv_formats import BYTES, LATENT
 from ..kv_request import KvPlan
 from ..merge import merge
 from ..mla import MlaArguments, by_query, mla_arguments
-from ..validation.arguments import tensor
+from ..validation.dense import tensor
 
 SAME = "the arguments of the first call with this metadata; call get_mla_metadata for others"
 

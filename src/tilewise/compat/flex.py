@@ -35,7 +35,7 @@ from ..mods.snapshot import is_callable_object, name_of
 from ..mods.trace import trace
 from ..request import FAR, LIMIT
 from ..torch_internals import version_of
-from ..validation.arguments import tensor
+from ..validation.dense import tensor
 from ..validation.versions import check_version
 
 and_masks, create_block_mask, or_masks = torchs.and_masks, torchs.create_block_mask, torchs.or_masks

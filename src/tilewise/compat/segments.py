@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import AttentionError
-from ..validation.arguments import tensor
+from ..validation.dense import tensor
 
 
 def used(cu_q: Tensor, cu_k: Tensor, used_q: Tensor | None, used_k: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from ..api import attention, attention_varlen
 from ..errors import AttentionError, shown
 from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
-from ..validation.arguments import tensor
+from ..validation.dense import tensor
 from ..validation.versions import check_version
 from .segments import used
 from .xformers_masks import (

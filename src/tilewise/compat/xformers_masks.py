@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from ..errors import AttentionError, shown
 from ..mods.dropout import is_whole
-from ..validation.arguments import tensor
+from ..validation.dense import tensor
 
 
 @dataclass

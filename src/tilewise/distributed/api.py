@@ -162,7 +162,7 @@ def _request(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Options, *, tok
     options["causal"], options["window"] = False, None
     n_q = plan.queries or tokens
     documents = len(plan.lengths) if plan.packed else None
-    request = checks.sharded(q, k, v, (n_q, tokens), (n_q, plan.tokens), documents, options)
+    request = sharded(q, k, v, (n_q, tokens), (n_q, plan.tokens), documents, options)
     if plan.ulysses_size > 1 and request.bias is not None and request.bias.shape[2] > 1:
         raise AttentionError(
             f"a bias along queries with strategy={plan.strategy!r}",
@@ -177,3 +177,27 @@ def _request(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Options, *, tok
         )
     before, after = plan.band
     return request._replace(spec=request.spec._replace(before=before, after=after))
+
+
+def sharded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    here: tuple[int, int],
+    whole: tuple[int, int],
+    documents: int | None,
+    options: Options,
+) -> Request:
+    """A call of `distributed.attention`: a rank has `here` tokens of q and k, and the bias has as many columns as
+    `whole` has keys; `documents`, for a packed plan, is the number of batch rows that slopes may have."""
+    checks.check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
+    for name, x, n in (("q", q, here[0]), ("k", k, here[1])):
+        if x.shape[1] != n:
+            raise AttentionError(f"tokens of {name}", x.shape[1], f"the {n} that the plan gives this rank: plan.shard")
+    if q.shape[0] != k.shape[0] or (documents is not None and q.shape[0] != 1):
+        found = (q.shape[0], k.shape[0])
+        raise AttentionError("batch of q and k", found, "equal" if documents is None else "1, of packed documents")
+    if options["precision"] is not None:
+        raise AttentionError("precision", shown(options["precision"]), "None: distributed calls compute in q's dtype")
+    batch = q.shape[0] if documents is None else documents
+    return checks.request_of(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)

@@ -19,7 +19,7 @@ from ..mods.program import Mod
 from ..request import Window
 from ..request import band as band_of
 from ..torch_internals import constant
-from ..validation.arguments import tensor
+from ..validation.dense import tensor
 from .cluster import gathered, group_of
 from .layout import LAYOUTS, cacheable, positions, starts, token_index
 from .partition import STRATEGIES, Partition

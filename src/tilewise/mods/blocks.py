@@ -369,3 +369,31 @@ def _lists(kinds: Tensor) -> tuple[Tensor, Tensor]:
     offsets[1:] = visited.sum(1).cumsum(0)
     rows, columns = visited.nonzero(as_tuple=True)
     return offsets, (4 * columns + kinds[rows, columns]).to(torch.int32)
+
+
+def check_block_mask(
+    mask: BlockMask,
+    sizes: tuple[int, int, int | None, int | None],
+    q: Tensor,
+    packed: bool,
+    band: tuple[int | None, int | None],
+) -> None:
+    """Raises unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are max_seqlen_q
+    and max_seqlen_k, or None. The call's band must not exceed the band that the mask was made for."""
+    made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
+    if packed == (mask.tokens is None):
+        raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
+    for name, own, size in zip(("B", "H", "Sq", "Sk"), mask.shape, sizes, strict=True):
+        is_bound = packed and name in ("Sq", "Sk") and size is not None and own <= size  # max_seqlen may be larger
+        if own != size and size is not None and not is_bound and not (own == 1 and name in ("H" if packed else "BH")):
+            raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
+    if mask.tokens is not None and mask.tokens[0] > q.shape[0]:
+        raise AttentionError("tokens of the block mask", mask.tokens[0], f"q's {q.shape[0]}")
+    if mask.lists[0].device != q.device and not q.is_meta:
+        raise AttentionError("device of the block mask", mask.lists[0].device, f"q's {q.device}")
+    if any(own is not None and (side is None or side > own) for own, side in zip(mask.band, band, strict=True)):
+        raise AttentionError(
+            "window of the block mask, (left, right)",
+            mask.band,
+            f"the call's {band}, or a wider one: give both the same",
+        )

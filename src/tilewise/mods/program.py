@@ -294,3 +294,24 @@ def combine_masks(op: str, mods: Sequence[Mod]) -> Mod:
             "mask", key, first.tensors + mod.tensors, first.numbers + mod.numbers, f"{first.name} {op} {mod.name}"
         )
     return first
+
+
+def check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
+    """Raises unless a tensor that a mod indexes by b, h, q_idx or kv_idx has an element for each of its values."""
+    for n, axis, index in indexed(mod.key):
+        size, found = sizes["bhij".index(index)], mod.tensors[n].shape[axis]
+        if size is not None and 1 < found < size:
+            name = ("batch row", "head", "query", "key")["bhij".index(index)]
+            raise AttentionError(
+                f"axis {axis} of tensor {n} of the {mod.kind} mod {mod.name!r}",
+                found,
+                f"one for each {name}, {size}, or 1",
+            )
+    for places in rows(mod.key):
+        lengths = [mod.tensors[n].shape[axis] for n, axis in places]
+        if any(length != lengths[0] for length in lengths):
+            raise AttentionError(
+                f"rows that the {mod.kind} mod {mod.name!r} reads together",
+                f"lengths of {', '.join(map(str, lengths))}",
+                "equal lengths: rows are combined element by element",
+            )

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..autograd import first_order
-from ..backends.common.gpu import Gpu, gpu_of
 from ..ops.dense import registered
-from ..request import Request, Spec, arguments
+from ..request import Gpu, Request, Spec, arguments, gpu_of
 
 _library = torch.library.Library("tilewise_sparse", "FRAGMENT")
 _library.define(

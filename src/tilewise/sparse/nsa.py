@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..autograd import first_order
-from ..backends.common.gpu import gpu_of
 from ..errors import AttentionError, shown
 from ..mods import mask_mod
+from ..request import gpu_of
 from ..validation.dense import as_int32_offsets, checked_request, to_bshd
 from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks

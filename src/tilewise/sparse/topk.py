@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..autograd import first_order
-from ..backends.common.gpu import Gpu, gpu_of
 from ..errors import AttentionError, shown
+from ..request import Gpu, gpu_of
 from ..torch_internals import has_address
 from ..validation.dense import CHECK_CONTENTS, to_bshd
 

@@ -1,13 +1,15 @@
 """Checks every argument of a call and makes the request of it, before anything is launched.
 
 `attention`, `attention_varlen`, `explain` and `check` call `checked_request`, so they accept the same arguments and
-raise the same errors.
+raise the same errors. The checks of single arguments follow: tensors, numbers and the terms of a score.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,28 +17,17 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError, shown
-from ..mods.blocks import BlockMask
+from ..mods.blocks import BlockMask, check_block_mask
+from ..mods.builtin import alibi, alibi_per_batch
+from ..mods.builtin import softcap as softcap_mod
 from ..mods.dropout import as_seed, is_whole
-from ..mods.program import Mod
-from ..options import Options, options_of
+from ..mods.program import Mod, bound, check_filled, check_tables
+from ..options import REQUIRED, Options, options_of
 from ..request import MAX_HEAD_DIM, Request, Spec, band
-from ..torch_internals import has_address, is_autocast
-from .arguments import (
-    DTYPES,
-    LARGEST,
-    check_block_mask,
-    check_tables,
-    check_term,
-    checked_bias,
-    checked_mod,
-    checked_precision,
-    combined_score_mod,
-    number,
-    perhaps_swapped,
-    resolved,
-    tensor,
-)
+from ..torch_internals import has_address, is_cast
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST = 3.4e38  # of a float32
 OPTIONS_WITH_MAX_SEQLEN = ("bias", "score_mod", "alibi_slopes", "mask_mod")  # their tensors may have such an axis
 CHECK_CONTENTS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
@@ -63,7 +54,7 @@ def checked_request(
 
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     """A call of `attention`."""
-    _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
+    check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
     if q.shape[0] != k.shape[0]:
         raise AttentionError("batch of k", k.shape[0], f"q's {q.shape[0]}")
     return request_of(q, k, v, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), options)
@@ -79,7 +70,7 @@ def packed(
     options: Options,
 ) -> Request:
     """A call of `attention_varlen`."""
-    _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
+    check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
     check_max_seqlens(*max_seqlens)
     _check_offset_shapes(q, k, cu_q, cu_k)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
@@ -87,30 +78,6 @@ def packed(
     if _is_readable_without_sync(cu_q) and _is_readable_without_sync(cu_k):
         _check_lengths(request, max_seqlens, options)
     return request
-
-
-def sharded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    here: tuple[int, int],
-    whole: tuple[int, int],
-    documents: int | None,
-    options: Options,
-) -> Request:
-    """A call of `distributed.attention`: a rank has `here` tokens of q and k, and the bias has as many columns as
-    `whole` has keys; `documents`, for a packed plan, is the number of batch rows that slopes may have."""
-    _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
-    for name, x, n in (("q", q, here[0]), ("k", k, here[1])):
-        if x.shape[1] != n:
-            raise AttentionError(f"tokens of {name}", x.shape[1], f"the {n} that the plan gives this rank: plan.shard")
-    if q.shape[0] != k.shape[0] or (documents is not None and q.shape[0] != 1):
-        found = (q.shape[0], k.shape[0])
-        raise AttentionError("batch of q and k", found, "equal" if documents is None else "1, of packed documents")
-    if options["precision"] is not None:
-        raise AttentionError("precision", shown(options["precision"]), "None: distributed calls compute in q's dtype")
-    batch = q.shape[0] if documents is None else documents
-    return request_of(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
 
 
 def check_contents(request: Request, max_seqlens: tuple[int | None, int | None], options: Options) -> None:
@@ -228,7 +195,7 @@ def request_of(
     return Request(q, k, v, spec, bias, sinks, score_tensors, cu_q, cu_k, seed, mask_tensors, blocks)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if tensor(name, x).dim() != rank:
             hint = {3: "; packed sequences are for attention_varlen"}.get(x.dim(), "") if rank == 4 else ""
@@ -314,11 +281,9 @@ def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str | None = None) -> tuple
     """q, k and v as "bshd" views, in autocast's dtype if it is active (as torch's scaled_dot_product_attention)."""
     if layout is not None and (not isinstance(layout, str) or layout != "bshd"):
         q, k, v = bhsd_to_bshd(layout, q, k, v)
-    if not is_autocast(q) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
+    if not is_cast(q, k, v) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    if q.dtype is dtype and k.dtype is dtype and v.dtype is dtype:
-        return q, k, v
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
 
@@ -331,3 +296,147 @@ def bhsd_to_bshd(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise AttentionError(f"shape of {name}", found, "4 axes (batch, heads, tokens, dim)")
     return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def resolved(x: Any) -> Any:
+    """A tensor whose memory holds its values: a view with the negative bit set, or a zero tensor, is copied. The
+    dispatcher does this for registered ops; kernels that are launched directly read memory."""
+    if type(x) is not Tensor or torch.compiler.is_compiling() or x.layout is not torch.strided or not has_address(x):
+        return x
+    if x.is_neg():
+        return x.resolve_neg()
+    return x + 0 if x.data_ptr() == 0 and x.numel() and not x.is_meta else x
+
+
+def tensor(name: str, x: Any) -> Tensor:
+    """x, if it is a strided tensor. Raises otherwise."""
+    if not isinstance(x, Tensor):
+        hint = ""
+        if isinstance(x, (Mod, BlockMask)):
+            hint = "; mods are given as score_mod= or mask_mod=, block masks as mask_mod="
+        elif hasattr(x, "__array__") or isinstance(x, (list, tuple)):
+            hint = "; torch.as_tensor(x) makes one"
+        elif x is REQUIRED and name == "cu_seqlens_k":
+            hint = "; give cu_seqlens_q again if queries and keys have the same lengths"
+        raise AttentionError(name, type(x).__name__, f"a torch.Tensor{hint}")
+    if x.is_nested or x.layout is not torch.strided:
+        hint = "use attention_varlen on .values() and .offsets()" if x.is_nested else "call .to_dense()"
+        raise AttentionError(f"layout of {name}", "nested" if x.is_nested else x.layout, f"torch.strided: {hint}")
+    return x
+
+
+def number(name: str, x: Any, expected: str) -> float:
+    """x as a float. A tensor raises, because its gradient would be lost."""
+    if isinstance(x, Tensor):
+        raise AttentionError(name, shown(x), f"{expected}: call .item() (no gradient flows into it)")
+    real = isinstance(x, (int, float)) or (hasattr(x, "__float__") and getattr(x, "shape", ()) == ())
+    if not real or isinstance(x, bool):
+        raise AttentionError(name, shown(x), expected)
+    try:
+        found = float(x)
+    except OverflowError:
+        found = math.inf
+    except (TypeError, ValueError):
+        raise AttentionError(name, shown(x), expected) from None
+    if not -math.inf < found < math.inf:  # isfinite, which torch.compile does not trace
+        raise AttentionError(name, x, expected)
+    return found
+
+
+def combined_score_mod(
+    q: Tensor, sizes: tuple[int, int, int | None, int | None], softcap: Any, score_mod: Any, slopes: Tensor | None
+) -> Mod | None:
+    """Softcap, score_mod and ALiBi as one mod; None if there is none of them."""
+    mods = []
+    if softcap is not None:
+        softcap = number("softcap", softcap, "a finite number above 0, or None")
+        if not 0 < softcap <= LARGEST:
+            raise AttentionError("softcap", softcap, "a finite number above 0, or None")
+        mods.append(softcap_mod(softcap))
+    if score_mod is not None:
+        mods.append(checked_mod("score", score_mod, q, sizes))
+    if slopes is not None:
+        batch, heads, _, _ = sizes
+        check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
+        slopes = resolved(slopes)
+        if not slopes.numel():  # no head or batch row: kernels need one element; autograd still reaches the tensor
+            slopes = slopes.sum().expand((1,) * slopes.dim())
+        mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
+    return bound(mods) if mods else None
+
+
+def checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor:
+    """The bias as (B, H, Sq, Sk) with axes of size 1 where it broadcasts."""
+    names = ("B", "H", "Sq", "Sk")
+    if tensor("bias", bias).dtype == torch.bool:
+        raise AttentionError("dtype of bias", bias.dtype, "floats to add; for a mask of bools see tilewise.mask_mod")
+    if bias.dim() > 4:
+        raise AttentionError("shape of bias", tuple(bias.shape), f"at most 4 axes, {names}")
+    if bias.dim() < 4:
+        bias = bias[(None,) * (4 - bias.dim())]
+    for name, size, found in zip(names, sizes, bias.shape, strict=True):
+        if size is None and found != 1:
+            raise AttentionError(f"a bias along {name} of packed sequences", found, "max_seqlen_q and max_seqlen_k too")
+        if found not in (1, size):
+            raise AttentionError(f"{name} of bias", found, f"{size} or 1{perhaps_swapped(q)}")
+    check_term("bias", bias, q, [tuple(bias.shape)])
+    return bias
+
+
+def perhaps_swapped(q: Tensor) -> str:
+    """A hint for the error message if there are more heads than tokens."""
+    swapped = q.dim() == 4 and q.shape[2] > q.shape[1] > 1  # a step of decoding has one token
+    return "; if the tensors are (batch, heads, tokens, dim), pass layout='bhsd'" if swapped else ""
+
+
+def check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+    if tuple(tensor(name, x).shape) not in shapes:
+        expected = " or ".join(map(str, shapes)) + perhaps_swapped(q)
+        raise AttentionError(f"shape of {name}", tuple(x.shape), expected)
+    if x.dtype not in DTYPES:
+        raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
+    if x.device != q.device and not q.is_meta:
+        raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
+
+
+def checked_mod(kind: str, mod: Any, q: Tensor, sizes: Sequence[int | None]) -> Mod:
+    if not isinstance(mod, Mod) or mod.kind != kind:
+        raise _no_mod(kind, mod)
+    for x in mod.tensors:
+        if x.device != q.device and not q.is_meta:
+            raise AttentionError(f"device of a tensor of the {kind} mod", x.device, f"q's {q.device}")
+    if q.numel() and 0 not in sizes:
+        check_filled(mod)
+    check_tables(mod, sizes)
+    tensors = tuple(map(resolved, mod.tensors))
+    return mod if all(a is b for a, b in zip(tensors, mod.tensors, strict=True)) else mod._replace(tensors=tensors)
+
+
+def _no_mod(kind: str, found: Any) -> AttentionError:
+    """The error of a score_mod or mask_mod that is not one."""
+    name, expected = f"{kind}_mod", f"a plain function (def or lambda), or one decorated with tilewise.{kind}_mod"
+    if isinstance(found, Mod):
+        return AttentionError(name, f"a {found.kind} mod", f"it as {found.kind}_mod=")
+    if type(found).__name__ == "BlockMask":
+        if isinstance(found, BlockMask):
+            return AttentionError(name, "a block mask", "it as mask_mod=")
+        return AttentionError(name, "torch's BlockMask", "tilewise.compat.flex_attention, or tilewise.block_mask(...)")
+    if isinstance(found, Tensor):
+        told = shown(found)
+        if found.is_floating_point() or kind == "score":
+            return AttentionError(name, told, "bias=, for a tensor to add to the scores")
+        index = {2: "q_idx, kv_idx", 3: "h, q_idx, kv_idx"}.get(found.dim(), "b, h, q_idx, kv_idx")
+        return AttentionError(name, told, f"a function: mask_mod=lambda b, h, q_idx, kv_idx: mask[{index}]")
+    hint = ", called with its tensors and numbers first" if hasattr(found, "function") else ""
+    return AttentionError(name, shown(found), f"{expected}{hint}")
+
+
+def checked_precision(found: Any, q: Tensor) -> str | None:
+    """The option `precision` of a call with these queries."""
+    if found is None:
+        return None
+    if not isinstance(found, str) or found != "fp8":
+        raise AttentionError("precision", shown(found), "None, or 'fp8' (q, k and v quantised to float8_e4m3fn)")
+    if q.dtype == torch.float64:
+        raise AttentionError("precision='fp8'", "q in torch.float64", "float16, bfloat16 or float32, or precision=None")
+    return "fp8"

@@ -17,8 +17,7 @@ from ..mods.dropout import is_whole
 from ..options import KvOptions, kv_defaults, options_of
 from ..request import MAX_HEAD_DIM
 from ..torch_internals import has_address, is_forward_mode, is_vmapped
-from .arguments import DTYPES, resolved, tensor
-from .dense import request_of
+from .dense import DTYPES, request_of, resolved, tensor
 from .kv_rotary import checked_rotary, integers
 from .kv_scales import check_cache_dtype, check_new_dtype, check_written_scale, checked_norm, checked_scale
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import AttentionError
 from ..kv_request import Rotary
 from ..torch_internals import has_address
-from .arguments import resolved, tensor
+from .dense import resolved, tensor
 
 
 def integers(name: str, x: Tensor, q: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import AttentionError, shown
 from ..kv_formats import FORMATS, format_of, head_dim
 from ..kv_request import QkNorm, Scale
-from .arguments import DTYPES, resolved, tensor
+from .dense import DTYPES, resolved, tensor
 
 HALVES = (torch.float16, torch.bfloat16)
 

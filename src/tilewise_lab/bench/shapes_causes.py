@@ -142,7 +142,7 @@ def _forward_rows(call: Call) -> int:
 
 def _backward_order(call: Call, device: Device) -> tuple[int, int]:
     """Parts of a tile of keys, and rows that the backward schedules together."""
-    from tilewise.backends.common.shapes import CallShape
+    from tilewise.backends.common.kernel_arguments import CallShape
     from tilewise.backends.hopper.backward_schedule import _fastest_split, column_widths, tile_schedule
     from tilewise.backends.hopper.tiles import backward_tile
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import registry
-from tilewise.backends.common.gpu import Gpu
 from tilewise.options import options_of
-from tilewise.request import Request
+from tilewise.request import Gpu, Request
 from tilewise.validation import dense as checks
 from tilewise_lab.bench.cases import Case
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.common.gpu import Gpu, gpu_of
 from tilewise.errors import AttentionError
+from tilewise.request import Gpu, gpu_of
 from tilewise_lab import asked
 from tilewise_lab.bench import machine
 from tilewise_lab.bench.cases import Case

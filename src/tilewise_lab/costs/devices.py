@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from tilewise.backends.common.gpu import Gpu
 from tilewise.errors import AttentionError
+from tilewise.request import Gpu
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

@@ -43,12 +43,11 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import registry as dispatch
-from tilewise.backends.common.gpu import has_triton
 from tilewise.backends.protocol import Backend
 from tilewise.errors import AttentionError
 from tilewise.mods.blocks import BlockMask
 from tilewise.options import Options, options_of, takes_options
-from tilewise.request import Request, num_differentiable
+from tilewise.request import Request, has_triton, num_differentiable
 from tilewise.validation import dense as checks
 from tilewise_lab.costs import cost, predict, roofline
 from tilewise_lab.costs.advice import advise

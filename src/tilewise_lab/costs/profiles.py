@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tilewise.backends.common import tiles
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.tiles import Tile, padded
 from tilewise.backends.hopper.support import supports_backward
 from tilewise.backends.hopper.tiles import (
@@ -18,6 +17,7 @@ from tilewise.backends.hopper.tiles import (
     window_size,
 )
 from tilewise.backends.registry import BACKENDS
+from tilewise.request import Gpu
 from tilewise_lab.costs.cost import Call
 
 

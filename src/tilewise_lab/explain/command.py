@@ -143,8 +143,7 @@ def of_cache(options: Namespace, shape: list[int]) -> Any:
 def show_kernel(options: Namespace, shape: list[int]) -> int:
     import torch
 
-    from tilewise.backends.common.gpu import has_triton
-    from tilewise.request import Request, Spec
+    from tilewise.request import Request, Spec, has_triton
     from tilewise_lab.costs.devices import device
     from tilewise_lab.costs.explain import compile_kernels
     from tilewise_lab.explain import stages

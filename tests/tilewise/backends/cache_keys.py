@@ -14,8 +14,7 @@ from typing import Any
 from triton.runtime.jit import JITFunction
 
 import tilewise.backends
-from tilewise.backends.common.compiler import compute_cache_keys
-from tilewise.backends.common.launch import Launch
+from tilewise.backends.common.launch import Launch, compute_cache_keys
 
 
 def modules() -> list[Any]:

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.hvp_launches import build_hvp
 from tilewise.backends.common.launch import DeviceMemory, Target
-from tilewise.request import Request, Spec
+from tilewise.request import Gpu, Request, Spec
 from tilewise_lab.costs.compiled import compile_for
 
 KERNELS = ("jvp_kernel", "hvp_key_kernel", "hvp_query_kernel")

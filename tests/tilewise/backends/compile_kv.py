@@ -20,7 +20,6 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 import tilewise
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.kv import launches as kv_launch
 from tilewise.backends.common.kv import partition as partitions
 from tilewise.backends.common.kv import prefix_launches as prefix_launch
@@ -28,6 +27,7 @@ from tilewise.backends.common.kv.runners import with_rotated
 from tilewise.backends.common.launch import DeviceMemory, Target
 from tilewise.kv_request import KvCall, KvRequest
 from tilewise.options import kv_options
+from tilewise.request import Gpu
 from tilewise.validation import kv as checks
 from tilewise_lab.costs.compiled import Compiled, compile_for
 

@@ -15,7 +15,6 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.kv import launches
 from tilewise.backends.common.kv.mla_launches import attend_launches
 from tilewise.backends.common.launch import DeviceMemory, Target
@@ -23,6 +22,7 @@ from tilewise.backends.hopper.mla_launches import hopper_mla_launches
 from tilewise.backends.hopper.topk import topk_launch
 from tilewise.kv_request import KvCall
 from tilewise.options import kv_options
+from tilewise.request import Gpu
 from tilewise.validation import kv as checks
 from tilewise_lab.costs.compiled import compile_for
 

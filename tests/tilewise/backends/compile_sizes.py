@@ -1,5 +1,5 @@
 """Run by test_sizes, in a process whose Triton is the compiler's: how many kernels calls of random sizes ask for, and
-whether the parameters of compiled kernels have the sizes that `launcher` expects. Prints JSON."""
+whether the parameters of compiled kernels have the sizes that `launch` expects. Prints JSON."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.common.gpu import Gpu
-from tilewise.backends.common.kernel_call import Placeholders, all_arguments
-from tilewise.backends.common.launch import DeviceMemory, Target
-from tilewise.backends.common.launcher import parameters_of, sizes_of
+from tilewise.backends.common.kernel_call import Placeholders, all_arguments, build_backward
+from tilewise.backends.common.launch import DeviceMemory, Target, parameters_of, sizes_of
 from tilewise.backends.common.offline import binary_for, specialised
 from tilewise.backends.hopper import launches as hopper
 from tilewise.backends.hopper import offline
-from tilewise.backends.hopper.backward_launches import build_backward
+from tilewise.backends.hopper.backward_launches import named_launches
 from tilewise.backends.hopper.kv_launches import prefill_launch
 from tilewise.backends.triton import offline as portable
 from tilewise.kv_request import CachePlaces, KvRequest
-from tilewise.request import Request, Spec
+from tilewise.request import Gpu, Request, Spec
 
 SM_90 = Gpu("cuda", 90)
 
@@ -76,14 +74,14 @@ def ptx_sizes(ptx: str) -> list[int]:
 
 
 def known() -> dict[str, Any]:
-    """For each kernel, the sizes of its parameters beyond those that `launcher` expects; or where they differ."""
+    """For each kernel, the sizes of its parameters beyond those that `launch` expects; or where they differ."""
     q = torch.empty(2, 77, 4, 64, dtype=torch.bfloat16)
     request = Request(q, q.clone(), q.clone(), Spec.of(head_dim=64, causal=True))
     out, lse = q.clone(), torch.empty(2, 4, 77)
     found: dict[str, Any] = {}
     for build, tensors in (
         (hopper.build_forward(request.spec), request.tensors()),
-        (build_backward(request.spec), (*request.tensors(), out, lse, q.clone(), None)),
+        (build_backward(named_launches, request.spec), (*request.tensors(), out, lse, q.clone(), None)),
     ):
         memory = Placeholders(tensors)
         for launch in build(memory.inputs, Target(SM_90, 132), memory).launches:
@@ -100,7 +98,7 @@ def known() -> dict[str, Any]:
 
 def _parameters(binary: Any, args: Any) -> Any:
     """`parameters_of`, without a driver to encode descriptors."""
-    from tilewise.backends.common import launcher
+    from tilewise.backends.common import launch as launcher
 
     launcher.TensorMap = lambda *x: x  # type: ignore[assignment,misc]
     return parameters_of(binary, args)

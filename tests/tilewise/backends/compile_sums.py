@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from tilewise.backends.common import term_gradients as terms
-from tilewise.backends.common.gpu import Gpu
+from tilewise.backends.common.kernel_arguments import new_results
 from tilewise.backends.common.launch import DeviceMemory, Launch, Target
-from tilewise.backends.common.shapes import new_results
 from tilewise.backends.common.sinks import named_sink_launches
-from tilewise.request import BackwardInputs, Request, Spec
+from tilewise.request import BackwardInputs, Gpu, Request, Spec
 from tilewise_lab.costs.compiled import compile_for
 
 

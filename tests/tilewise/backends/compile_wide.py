@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.kv import launches as kv
 from tilewise.backends.common.launch import DeviceMemory, Launch, Target
 from tilewise.backends.common.offline import binary_for
 from tilewise.backends.triton.offline import offline_launches
 from tilewise.kv_request import AppendRequest, CachePlaces, KvCall, KvRequest
-from tilewise.request import Request, Spec
+from tilewise.request import Gpu, Request, Spec
 
 SM_90 = Gpu("cuda", 90)
 ARGUMENT = re.compile(r"(%\w+): (!tt\.ptr|i32)")

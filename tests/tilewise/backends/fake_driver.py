@@ -194,8 +194,9 @@ class FakeDriver:
 
 @contextmanager
 def installed(monkeypatch: Any) -> Iterator[FakeDriver]:
-    """`launcher` with a fake driver and nothing loaded."""
-    from tilewise.backends.common import kernel_call, launcher
+    """`launch` with a fake driver and nothing loaded."""
+    from tilewise.backends.common import kernel_call
+    from tilewise.backends.common import launch as launcher
 
     found = FakeDriver()
     monkeypatch.setattr(launcher, "driver", found)

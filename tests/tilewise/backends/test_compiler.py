@@ -15,9 +15,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from tilewise.backends.common import compiler  # noqa: E402
-from tilewise.backends.common.compiler import compile_launches  # noqa: E402
-from tilewise.backends.common.launch import Launch  # noqa: E402
+from tilewise.backends.common import launch as compiler  # noqa: E402
+from tilewise.backends.common.launch import Launch, compile_launches  # noqa: E402
 
 ASYNC = hasattr(triton, "AsyncCompileMode")
 needs_async = pytest.mark.skipif(not ASYNC, reason="this Triton compiles one kernel after the other")
@@ -185,7 +184,7 @@ def test_no_message_of_what_is_quick(caplog: pytest.LogCaptureFixture) -> None:
 def test_functions_among_the_arguments_are_found() -> None:
     """Such as mods, which are compile-time options."""
     script = (
-        "from tilewise.backends.common.compiler import functions_in\n"
+        "from tilewise.backends.common.launch import functions_in\n"
         "from tilewise.backends.common.device.softmax import *\n"
         "from tilewise.backends.common.clear import fill, clear_kernel\n"
         "found = functions_in(({'A': (fill, [clear_kernel, 3]), 'B': None}, fill, 'fill'))\n"

@@ -10,14 +10,13 @@ import torch
 import tilewise
 from tests.conftest import DEVICE
 from tilewise import mods
-from tilewise.backends.common.gpu import Gpu
+from tilewise.backends.common.kernel_arguments import folded
 from tilewise.backends.common.mod_source import bound as largest
 from tilewise.backends.common.mod_source import derivative_factors, factors, has_infinite_derivative, value_of
-from tilewise.backends.common.score_terms import folded
 from tilewise.backends.triton import launches as launch
 from tilewise.mods.expr import Place, evaluate, nodes
 from tilewise.mods.program import Mod, bound
-from tilewise.request import Request, Spec, arguments, request_from_arguments
+from tilewise.request import Gpu, Request, Spec, arguments, request_from_arguments
 
 SLOPES = torch.tensor([0.5, 0.25], dtype=torch.float64)
 SCALE = 0.3

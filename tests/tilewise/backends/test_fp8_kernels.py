@@ -79,8 +79,8 @@ def test_hidden_nan_does_not_leak() -> None:
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_is_stored(ordered: bool) -> None:
     from tilewise.backends.common.fp8_launches import quantise
-    from tilewise.backends.common.gpu import INTERPRETER
     from tilewise.backends.common.launch import DeviceMemory
+    from tilewise.request import INTERPRETER
 
     torch.manual_seed(4)
     q, k, v = integers(2, 70, 4, 16), integers(2, 150, 2, 16), integers(2, 150, 2, 16)
@@ -128,8 +128,8 @@ def test_dropout_is_the_references() -> None:
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 5)}], ids=str)
 def test_kernels_have_all_parameters_that_launches_name(options: dict[str, Any]) -> None:
     """The interpreter ignores an unknown keyword; the compiler raises KeyError."""
-    from tilewise.backends.common.gpu import Gpu
     from tilewise.backends.triton.offline import offline_launches
+    from tilewise.request import Gpu
 
     x = torch.empty(1, 100, 2, 64, dtype=torch.bfloat16, device="meta")
     request = Request(x, x, x, Spec.of(head_dim=64, precision="fp8", **options))

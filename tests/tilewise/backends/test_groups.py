@@ -12,11 +12,10 @@ import tilewise
 from tests import budget, features, features_budget
 from tests.cases import Case, make, run
 from tests.conftest import DEVICE
-from tilewise.backends.common.gpu import INTERPRETER
+from tilewise.backends.common.kernel_arguments import new_results
 from tilewise.backends.common.launch import DeviceMemory, Launch
-from tilewise.backends.common.shapes import new_results
 from tilewise.backends.triton.launches import forward_launch
-from tilewise.request import Request
+from tilewise.request import INTERPRETER, Request
 
 FEW = Case(n_q=5, n_k=40, heads=6, kv_heads=2, d=16, dv=16, after=0)
 CALLS = {

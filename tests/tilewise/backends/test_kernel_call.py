@@ -18,16 +18,22 @@ from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, inputs
 from tests.tilewise.backends import fake_driver
 from tests.tilewise.backends.fake_driver import FakeDriver, binary
-from tilewise.backends.common import kernel_call, launcher
+from tilewise.backends.common import kernel_call
+from tilewise.backends.common import launch as launcher
 from tilewise.backends.common.device.structs import View
-from tilewise.backends.common.gpu import INTERPRETER, Gpu
-from tilewise.backends.common.kernel_call import SPAN, Descriptor, KernelCall, Placeholders, all_arguments
-from tilewise.backends.common.launch import COUNTERS, Built, Launch, Target
-from tilewise.backends.common.launcher import Slot
+from tilewise.backends.common.kernel_call import (
+    SPAN,
+    Descriptor,
+    KernelCall,
+    Placeholders,
+    all_arguments,
+    build_backward,
+)
+from tilewise.backends.common.launch import COUNTERS, Built, Launch, Slot, Target
 from tilewise.kv_cache import _call as kv_call_of
 from tilewise.kv_request import KvCall, structure_of
 from tilewise.options import kv_options
-from tilewise.request import BackwardInputs, Request
+from tilewise.request import INTERPRETER, BackwardInputs, Gpu, Request
 from tilewise.validation import dense as checks
 
 # Placeholders
@@ -507,7 +513,7 @@ def request_of(name: str) -> Request:
 def test_kernels_run_from_slots_and_addresses(name: str, interpreted: None) -> None:
     """Forward and backward, of tensors that are not those of the first call."""
     from tilewise.backends.reference import backward, forward
-    from tilewise.backends.triton.backward_launches import build_backward
+    from tilewise.backends.triton.backward_launches import named_launches
     from tilewise.backends.triton.launches import build_forward
 
     first = request_of(name)
@@ -520,7 +526,7 @@ def test_kernels_run_from_slots_and_addresses(name: str, interpreted: None) -> N
         assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
         assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
         bwd_inputs = BackwardInputs(*map(known, (out, lse, torch.randn_like(out), torch.randn_like(lse))))
-        again = again or KernelCall(build_backward(first.spec), (*request.tensors(), *bwd_inputs), CUDA)
+        again = again or KernelCall(build_backward(named_launches, first.spec), (*request.tensors(), *bwd_inputs), CUDA)
         found = again((*request.tensors(), *bwd_inputs))
         for a, b in zip(found, backward(request, bwd_inputs), strict=True):
             assert_close(a, b, atol=1e-4, rtol=1e-4)

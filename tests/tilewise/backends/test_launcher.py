@@ -16,10 +16,9 @@ pytest.importorskip("triton")
 
 from tests.tilewise.backends import fake_driver
 from tests.tilewise.backends.fake_driver import CUresult, FakeDriver, binary
-from tilewise.backends.common import launcher
+from tilewise.backends.common import launch as launcher
 from tilewise.backends.common.kernel_call import Descriptor, prepared, stream_counters
-from tilewise.backends.common.launch import COUNTERS
-from tilewise.backends.common.launcher import CompiledLaunch, Scalar, Slot
+from tilewise.backends.common.launch import COUNTERS, CompiledLaunch, Scalar, Slot
 
 DESCRIPTOR = "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout()>"
 SIGNATURE = {"x": "*fp32", "d": DESCRIPTOR, "n": "constexpr", "t": ("fp32", ("i64", "constexpr"))}

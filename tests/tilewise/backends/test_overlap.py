@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tilewise.backends.common import launch
-from tilewise.backends.common.gpu import Gpu
+from tilewise.request import Gpu
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from tests import budget
 from tests.cases import Case, make, run
 from tests.conftest import DEVICE
 from tilewise.backends.common import tiles
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.launch import target_of
 from tilewise.backends.registry import choose
 from tilewise.backends.triton.launches import splits_of_keys
-from tilewise.request import Request, Spec
+from tilewise.request import Gpu, Request, Spec
 
 FEW = Case(batch=1, n_q=1, n_k=150, heads=4, kv_heads=2, d=16, dv=16, after=0)
 CALLS = {

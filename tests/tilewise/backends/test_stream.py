@@ -15,11 +15,10 @@ import tilewise
 from tests.conftest import DEVICE, INTERPRETED
 from tests.tilewise.backends.probes import stream_probe
 from tilewise.backends.common.device.structs import KernelConfig
-from tilewise.backends.common.gpu import Gpu
-from tilewise.backends.common.shapes import view
+from tilewise.backends.common.kernel_arguments import view
 from tilewise.backends.triton import launches as launch
 from tilewise.merge import union
-from tilewise.request import Request, Spec
+from tilewise.request import Gpu, Request, Spec
 from tilewise_lab.derivation import attention as rung
 
 BLOCK = 16

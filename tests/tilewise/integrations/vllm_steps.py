@@ -26,7 +26,6 @@ from tests.tilewise.integrations import vllm_stub
 sys.modules.update(vllm_stub.modules("0.32.0"))
 
 from tilewise import kv_warmup  # noqa: E402
-from tilewise.backends.common.gpu import Gpu  # noqa: E402
 from tilewise.backends.common.launch import DeviceMemory, Target  # noqa: E402
 from tilewise.backends.common.offline import specialised  # noqa: E402
 from tilewise.backends.registry import choose  # noqa: E402
@@ -34,6 +33,7 @@ from tilewise.integrations import kv_steps  # noqa: E402
 from tilewise.kv_cache import PreparedPlan  # noqa: E402
 from tilewise.kv_request import KvCall, KvPlan, structure_of  # noqa: E402
 from tilewise.options import kv_options  # noqa: E402
+from tilewise.request import Gpu  # noqa: E402
 from tilewise.validation import kv as checks  # noqa: E402
 
 TARGET = Target(Gpu("cuda", 90), 132)
@@ -84,8 +84,8 @@ class Recorder:
         asked = kv_options(options)  # type: ignore[arg-type]
         places = checks.places_of(k_new, k, lengths, asked)
         request = checks.append_request(k_new, v_new, k, v, places, None, asked)
-        backends = import_module("tilewise.backends.triton").TritonBackend()
-        self.run(backends.kv.append(request), request)
+        kernels = import_module("tilewise.backends.triton").KV
+        self.run(kernels.append(request), request)
 
 
 def steps(row: dict[str, Any]) -> Iterator[tuple[int, int, int]]:

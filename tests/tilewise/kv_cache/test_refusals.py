@@ -11,9 +11,9 @@ import torch
 import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, inputs
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.registry import choose
 from tilewise.options import kv_options
+from tilewise.request import Gpu
 from tilewise.validation import kv as checks
 
 I32 = torch.int32

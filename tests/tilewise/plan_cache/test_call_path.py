@@ -1,7 +1,10 @@
-"""How many files a warm call passes through before its kernels are launched."""
+"""How many files a call passes through before its kernels are launched: a warm one, and the first of its kind."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +27,7 @@ from tilewise.request import BackwardInputs, Request
 
 LIBRARY = Path(tilewise.__file__).parent
 MOST_FILES = 5
+MOST_COLD_FILES = {"forward": 14, "backward": 15}
 
 
 def build(count: int) -> Any:
@@ -101,3 +105,15 @@ def test_a_warm_call_passes_through_few_files(
     assert {"api.py", "plan_cache.py", "backends/common/kernel_call.py"} <= without_gradients <= forward
     for files in (without_gradients, forward, backward):
         assert len(files) <= MOST_FILES, sorted(files)
+
+
+def test_the_first_call_of_its_kind_passes_through_few_files() -> None:
+    """From `attention` to the launch: the call and its checks, the plan, the choice of a backend, and the launches of
+    the Hopper kernels. They are counted in a process of its own: this one's Triton is the interpreter's."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = [sys.executable, "-m", "tests.tilewise.plan_cache.cold_files"]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
+    for name, files in json.loads(done.stdout).items():
+        assert "backends/common/kernel_call.py" in files
+        assert len(files) <= MOST_COLD_FILES[name], files

@@ -15,11 +15,10 @@ from tests.tilewise.plan_cache.conftest import insert
 from tests.tilewise.plan_cache.third_backend import ThirdBackend
 from tilewise import AttentionError
 from tilewise.backends import registry
-from tilewise.backends.common.gpu import INTERPRETER, Gpu
 from tilewise.backends.protocol import Backend, KvBackend
 from tilewise.kv_request import CachePlaces, KvRequest
 from tilewise.plan_cache import PlanCache
-from tilewise.request import Request, Spec
+from tilewise.request import INTERPRETER, Gpu, Request, Spec
 
 Q = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16)
 HOPPER = next(backend for backend in registry.BACKENDS if backend.name == "hopper")

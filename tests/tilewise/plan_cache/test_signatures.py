@@ -13,7 +13,7 @@ import tilewise
 from tests.tilewise.plan_cache.cases import before, ends, fp32_precision, scaled, shifted
 from tests.tilewise.plan_cache.conftest import signature_of_call
 from tilewise import api
-from tilewise.plan_cache import PlanCache, positions
+from tilewise.plan_cache import PlanCache, positions, signature
 
 
 def signature_of(*, causal: Any = True, window: Any = (2, 0), **more: Any) -> tuple[Any, ...] | None:
@@ -166,6 +166,14 @@ def test_options_of_unknown_types_have_no_signature(options: dict[str, Any]) -> 
 def test_calls_on_a_cpu_have_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: False))
     assert signature_of() is None
+
+
+def test_tensors_that_left_their_transform_have_no_signature(kept: PlanCache) -> None:
+    """They are wrappers without memory, which `Function.apply` unwraps and `eager_apply` does not."""
+    left: list[Tensor] = []
+    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(torch.randn(1, 4, 2, 8))
+    (x,) = left
+    assert signature("attention", [x, x, x], {}) is None
 
 
 @pytest.mark.usefixtures("spied")

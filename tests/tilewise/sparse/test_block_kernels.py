@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.backends.common.gpu import INTERPRETER
+from tilewise.request import INTERPRETER
 from tilewise.sparse.block_attention import _combine, sorted_choices
 from tilewise.sparse.moba import best_before
 from tilewise.sparse.nsa import _block_weights, _gated_sum, _gated_sum_backward

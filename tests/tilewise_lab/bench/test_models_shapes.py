@@ -228,7 +228,7 @@ def test_a_provider_that_fails_is_listed_with_its_reason():
 
 
 COMPILATIONS = """
-from tilewise.backends.common.gpu import Gpu
+from tilewise.request import Gpu
 from tilewise_lab.bench.model_shapes import shapes
 from tilewise_lab.bench.shapes_compile import compilations
 cases = [x.case for x in shapes(12)]

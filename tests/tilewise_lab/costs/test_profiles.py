@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tilewise.backends.common import tiles
-from tilewise.backends.common.gpu import Gpu
+from tilewise.request import Gpu
 from tilewise_lab.costs import profiles
 from tilewise_lab.costs.cost import Call
 

@@ -37,9 +37,9 @@ CASES = {
 
 def attend(x: Any, *, planned: bool = False, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """`planned`: with the lse of a plan, whose memory is transposed."""
-    from tilewise.backends.common.gpu import INTERPRETER
     from tilewise.backends.common.launch import DeviceMemory, Target
     from tilewise.backends.hopper import kv_launches as kv_launch
+    from tilewise.request import INTERPRETER
 
     request = checks.attend_request(x.q, x.k, x.v, x.lengths, kv_options(x.options | options))
     *outer, n_q, heads, _ = x.q.shape

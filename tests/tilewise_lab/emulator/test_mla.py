@@ -29,10 +29,10 @@ CASES = {
 @pytest.mark.parametrize("processors", [1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_mla(name: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.backends.common.gpu import INTERPRETER
     from tilewise.backends.common.kv import partition
     from tilewise.backends.common.launch import DeviceMemory, Target
     from tilewise.backends.hopper import kv_launches
+    from tilewise.request import INTERPRETER
 
     monkeypatch.setattr(partition, "INTERPRETER", partition.KvTile(64, 64, 4, 1, 1))
     monkeypatch.setattr(partition, "INTERPRETED_PROCESSORS", processors)

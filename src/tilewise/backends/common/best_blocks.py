@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .device.structs import ANY_SIZE
+from .kernel_arguments import padded, view
 from .launch import INTERPRETED, Launch
-from .shapes import padded, view
 
 MOST_BLOCKS = 4096
 MOST_GATED = 128  # blocks whose products with queries are one tile

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .device.softmax import logsumexp, softmax_step
 from .device.structs import ANY_SIZE, LOG2E
+from .kernel_arguments import padded, view
 from .launch import INTERPRETED, Launch
-from .shapes import padded, view
 
 FORWARD_TILE, BACKWARD_TILE = (64, 4, 3), (64, 4, 2)  # rows, warps, stages
 RANGE = 2048  # tokens whose choices of any block the forward computes at about the same time: q is then in L2

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...request import Gpu
 from .device.structs import ANY_SIZE
-from .gpu import Gpu
 from .launch import Launch, can_overlap, overlapped
 from .pdl import gdc_wait
 

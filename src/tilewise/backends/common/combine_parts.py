@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .device.structs import ANY_SIZE, LOG2E
+from .kernel_arguments import padded
 from .launch import INTERPRETED, Launch
-from .shapes import padded
 
 LN2 = tl.constexpr(0.6931471805599453)
 ELEMENTS = 2048  # of a program's tile

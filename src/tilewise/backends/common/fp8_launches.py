@@ -5,14 +5,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...request import Request
+from ...request import Gpu, Request
 from .device.fp8 import Fp8Scales
 from .device.structs import PAD
 from .fp8_format import KEY_BLOCK, MEAN_KEYS, is_smoothed
 from .fp8_quantise import Fp8Config, Fp8Tensors, mean_keys_kernel, quantise_kernel
-from .gpu import Gpu
+from .kernel_arguments import call_shape, padded, view
 from .launch import INTERPRETED, Launch, Memory, can_overlap, pdl_option
-from .shapes import call_shape, padded, view
 
 E4M3_CAPABILITY = 89  # from which on PTX converts to e4m3
 PASS: dict[str, Any] = {"num_warps": 8} | ({} if INTERPRETED else {"maxnreg": 128})  # two programs on an SM

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from operator import or_
@@ -23,11 +23,25 @@ import torch
 import triton
 from torch import Tensor
 
+from ...request import BackwardInputs, Request, Spec
 from ...torch_internals import current_stream, empty_strided_cuda
-from . import launcher
-from .compiler import compile_launches
-from .launch import COUNTERS, INTERPRETED, Build, DeviceMemory, Launch, target_of
-from .launcher import CompiledLaunch, Slot, TensorMap
+from . import launch as launcher
+from .kernel_arguments import new_gradients
+from .launch import (
+    COUNTERS,
+    INTERPRETED,
+    Build,
+    Built,
+    CompiledLaunch,
+    DeviceMemory,
+    Launch,
+    Memory,
+    Slot,
+    Target,
+    TensorMap,
+    compile_launches,
+    target_of,
+)
 
 KNOBS = triton.knobs.runtime
 SPAN = 1 << 48  # bytes of the address space that belong to one placeholder
@@ -232,12 +246,24 @@ class KernelCall:
 
     def _launch_with_triton(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """In the interpreter, on AMD, without `cuda.bindings`, with a Triton launch hook, for misaligned tensors, and
-        for kernels that need more than prepared launches give (see `launcher.can_prepare`)."""
+        for kernels that need more than prepared launches give (see `launch.can_prepare`)."""
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             built = self.build(tensors, self.target, DeviceMemory(self.device))
             for launch in built.launches:
                 launch()
         return list(built.results)
+
+
+def build_backward(named_launches: Callable[..., dict[str, Launch]], spec: Spec) -> Build:
+    """From a backend's launches of a backward by name. Tensors: `Request.tensors()`, out, lse, dout, dlse. Results: dq,
+    dk, dv."""
+
+    def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
+        request, bwd_inputs = Request.of(spec, tensors[:-4]), BackwardInputs(*tensors[-4:])
+        grads = new_gradients(request, memory)
+        return Built(grads, list(named_launches(request, bwd_inputs, grads, target, memory).values()))
+
+    return build
 
 
 def stream_counters(device: int, stream: int) -> int:

@@ -5,14 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...request import Request
+from ...request import Gpu, Request
 from . import tiles
 from .device.structs import KernelConfig
-from .gpu import Gpu
+from .kernel_arguments import CallShape, call_shape, is_linear, lists_tiles, padded
 from .launch import INTERPRETED
 from .repair import LINE
-from .score_terms import is_linear, lists_tiles
-from .shapes import CallShape, call_shape, padded
 from .tiles import Tile
 
 SMALLEST = 16  # the fewest rows of a tile

@@ -1,17 +1,34 @@
-"""A launch of a kernel, and what a function that builds launches is given: the target and the memory."""
+"""A launch of a kernel: what it is and where it runs, how it is compiled, and its parameters as NVIDIA's
+`cuda.bindings` takes them (`kernel_call.py` launches).
+
+Kernels are compiled in parallel threads, with cache keys that every process agrees on. A compiled kernel's parameters
+are its arguments in order: tuples are flattened, compile-time constants are left out, and pointers to scratch memory
+follow. `cuFuncGetParamInfo` confirms the sizes. Where they differ, or where `cuda.bindings` is not installed, Triton
+launches the kernel.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
-from .gpu import INTERPRETER, Gpu, gpu_of
+from ...request import INTERPRETER, Gpu, gpu_of
+
+try:
+    from cuda.bindings import driver as driver
+except ImportError:  # torch for CPU or AMD
+    driver = None
 
 INTERPRETED = triton.knobs.runtime.interpret
 NO_OVERLAP = os.environ.get("TILEWISE_NO_OVERLAP", "0") not in ("", "0")  # to tell a race from other faults
@@ -106,3 +123,279 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+THREADS = 8
+LOG_AFTER_SECONDS = 1.0  # seconds before a message says what is being compiled
+log = logging.getLogger("tilewise")
+
+
+def compile_launches(launches: Sequence[Launch]) -> list[Any]:
+    """The compiled kernels of launches, from Triton's cache or built now. Logs a message if that takes long."""
+    for launch in launches:
+        compute_cache_keys(launch)
+    with ThreadPoolExecutor(THREADS, "tilewise-compile") as pool, async_mode(pool):
+        kernels = [start_compiling(launch) for launch in launches]
+        log_if_slow([x.future for x in kernels if hasattr(x, "future")])
+    return [compiled(launch, x) for launch, x in zip(launches, kernels, strict=True)]
+
+
+def compiled(launch: Launch, kernel: Any) -> Any:
+    """The result of `start_compiling`. CPython 3.11 and early 3.12 may raise SystemError where two threads parse source
+    (gh-106905): such a kernel is compiled again, by this thread."""
+    try:
+        return kernel.result() if hasattr(kernel, "future") else kernel
+    except SystemError:
+        return start_compiling(launch)
+
+
+def async_mode(pool: ThreadPoolExecutor) -> Any:
+    """Within it, `kernel.warmup` returns a future. Older versions of Triton compile one kernel after the other.
+
+    Errors are raised by `result()` afterwards: on an error within, Triton's mode stays active and refuses the next."""
+    mode = getattr(triton, "AsyncCompileMode", None)
+    return nullcontext() if mode is None else mode(pool, ignore_errors=True)
+
+
+def start_compiling(launch: Launch) -> Any:
+    return launch.kernel.warmup(*launch.args, grid=(1,), **compile_options(launch))
+
+
+def compile_options(launch: Launch) -> dict[str, Any]:
+    """The options of a launch, as it is compiled here and offline. Triton 3.6 emits overflow checks for Gluon kernels
+    and removes them again unless it debugs; leaving them out gives the same PTX in 1/8 less time."""
+    if not launch.kernel.is_gluon():
+        return launch.options
+    return launch.options | {"sanitize_overflow": bool(triton.knobs.runtime.debug)}
+
+
+def log_if_slow(futures: Sequence[Any]) -> None:
+    done, missing = wait(futures, LOG_AFTER_SECONDS)
+    if missing:
+        kernels = "1 kernel" if len(futures) == 1 else f"{len(futures)} kernels"
+        progress = f"{kernels} for a new kind of call, {len(done)} done after {LOG_AFTER_SECONDS:.0f} s"
+        hint = "tilewise.warmup and `tilewise warm` compile ahead of time"
+        log.warning(f"tilewise: compiling {progress}; Triton keeps them in {triton.knobs.cache.dir} ({hint})")
+
+
+def compute_cache_keys(launch: Launch) -> None:
+    """Compute Triton's cache keys of the device functions that a launch uses, callees first.
+
+    Triton hashes the constants that a function's callees read only if the callee's own key was computed before. Without
+    this, the key of a kernel depends on which kernels a process compiled earlier, and another process does not find it.
+    """
+    seen: set[int] = set()
+    for function in (launch.kernel, *functions_in((launch.args, launch.options))):
+        _callees_first(function, seen)
+
+
+def _callees_first(function: Any, seen: set[int]) -> None:
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    names = function.fn.__globals__
+    for name in function.fn.__code__.co_names:
+        callee = names.get(name)
+        if isinstance(callee, JITFunction):
+            _callees_first(callee, seen)
+    _ = function.cache_key
+
+
+def functions_in(x: Any) -> Iterator[Any]:
+    """The device functions among a launch's arguments, such as mods."""
+    if isinstance(x, JITFunction):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for item in x:
+            yield from functions_in(item)
+    elif isinstance(x, dict):
+        yield from functions_in(tuple(x.values()))
+
+
+KINDS = ["i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp32", "f32", "fp64", "f64"]
+FORMATS = dict(zip(KINDS, "?bhiq?BHIQffdd", strict=True))  # of `struct`, by Triton's name of a type
+ELEMENTS = {"fp8e4nv": ("UINT8", 1), "fp16": ("FLOAT16", 2), "fp32": ("FLOAT32", 4), "bf16": ("BFLOAT16", 2)}
+TENSOR_MAP_BYTES = 128
+TENSOR_MAPS = 1024  # addresses for which one descriptor is kept
+UNSUPPORTED_METADATA = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
+
+
+class Slot(NamedTuple):
+    """A pointer argument: `offset` bytes past the start of the call's tensor `number`."""
+
+    number: int
+    offset: int = 0
+
+
+class Scalar(NamedTuple):
+    """An argument that does not depend on the call's tensors, as eight bytes."""
+
+    bits: int
+
+    @classmethod
+    def of(cls, kind: str, value: Any) -> Scalar:
+        return cls(int.from_bytes(struct.pack("<" + FORMATS[kind], value).ljust(8, b"\0"), "little"))
+
+
+class TensorMap(dict[int, int]):
+    """A TMA descriptor argument: the device address of a tensor finds the host address of its descriptor, which the
+    driver encodes when it is first looked up."""
+
+    def __init__(self, slot: Slot, kind: str, descriptor: Any, metadata: dict[str, Any]) -> None:
+        name, size = ELEMENTS[kind]
+        *outer, _ = descriptor.strides
+        rank = len(descriptor.shape)
+        self.number, self.offset = slot
+        self.descriptors: list[Any] = []  # keeps them in memory
+        self.head = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{name}"), rank
+        self.tail = (
+            [driver.cuuint64_t(int(n)) for n in reversed(descriptor.shape)],
+            [driver.cuuint64_t(size * int(stride)) for stride in reversed(outer)],
+            [driver.cuuint32_t(int(n)) for n in reversed(metadata["block_size"])],
+            [driver.cuuint32_t(1) for _ in range(rank)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle(int(metadata["swizzle"])),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+
+    def __missing__(self, address: int) -> int:
+        if len(self) >= TENSOR_MAPS:
+            self.clear()
+            self.descriptors.clear()
+        descriptor = checked(driver.cuTensorMapEncodeTiled(*self.head, address + self.offset, *self.tail))
+        self.descriptors.append(descriptor)
+        pointer: int = descriptor.getPtr()
+        self[address] = pointer
+        return pointer
+
+
+class CompiledLaunch(NamedTuple):
+    """A compiled kernel, its grid, and its arguments with a Slot for every tensor."""
+
+    binary: Any
+    programs: int
+    args: Sequence[Any]
+
+
+def can_prepare(launches: Sequence[CompiledLaunch], device: int) -> bool:
+    """False where Triton has to launch: without `cuda.bindings`, or if a kernel's parameters are not as expected."""
+    if driver is None or not all(is_plain(x.binary) for x in launches):
+        return False
+    use_context(device)
+    for launch in launches:
+        sizes = list(sizes_of(launch.binary, launch.args))
+        found = parameter_sizes(load_function(launch.binary, device))
+        if found[: len(sizes)] != sizes or found[len(sizes) :] not in ([], [8], [8, 8]):
+            return False
+    return True
+
+
+def is_plain(binary: Any) -> bool:
+    """Whether a kernel needs no scratch memory, cluster or cooperative launch."""
+    metadata = binary.metadata
+    return getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, x, 0) for x in UNSUPPORTED_METADATA)
+
+
+def launch_config(launch: CompiledLaunch) -> Any:
+    metadata = launch.binary.metadata
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.programs, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 32 * metadata.num_warps, 1, 1
+    config.sharedMemBytes = metadata.shared
+    if getattr(metadata, "launch_pdl", False):  # programmatic dependent launch: see pdl.py
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def leaves(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
+    """(type, value) of the arguments that a compiled kernel takes."""
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, str):
+            if kind != "constexpr":
+                yield kind, value
+        else:
+            yield from leaves(kind, value)
+
+
+def parameters_of(binary: Any, args: Sequence[Any]) -> Iterator[Slot | Scalar | TensorMap]:
+    metadata = iter(binary.metadata.tensordesc_meta or ())
+    for kind, value in leaves(binary.src.signature.values(), args):
+        if kind.startswith("tensordesc"):
+            yield TensorMap(value.base, kind[len("tensordesc<") :].partition("[")[0], value, next(metadata))
+            yield from (Scalar.of("i32", n) for n in value.shape)
+            yield from (Scalar.of("i64", n) for n in value.strides)
+        elif kind.startswith("*"):
+            yield value
+        else:
+            yield Scalar.of(kind, value)
+
+
+def sizes_of(binary: Any, args: Sequence[Any]) -> Iterator[int]:
+    """Bytes of each parameter, as expected."""
+    for kind, value in leaves(binary.src.signature.values(), args):
+        if kind.startswith("tensordesc"):
+            yield TENSOR_MAP_BYTES
+            yield from (4 for _ in value.shape)
+            yield from (8 for _ in value.strides)
+        else:
+            yield 8 if kind.startswith("*") else struct.calcsize("<" + FORMATS[kind])
+
+
+def parameter_sizes(function: Any) -> list[int]:
+    """Bytes of each parameter, as the driver says."""
+    sizes: list[int] = []
+    while True:
+        status, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
+        if status:
+            return sizes
+        sizes.append(int(size))
+
+
+_functions: dict[tuple[int, str], Any] = {}
+
+
+def load_function(binary: Any, device: int) -> Any:
+    """The kernel on the current device. It stays loaded."""
+    key = device, binary.hash
+    if key not in _functions:
+        module = checked(driver.cuModuleLoadData(binary.asm["cubin"]))
+        function = checked(driver.cuModuleGetFunction(module, binary.metadata.name.encode()))
+        if binary.metadata.shared > 48 << 10:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            checked(driver.cuFuncSetAttribute(function, attribute, binary.metadata.shared))
+        _functions[key] = function
+    return _functions[key]
+
+
+def zeros(device: int, size: int) -> int:
+    """The address of zero bytes, which stay allocated. They come from the driver: torch's allocator may be serving a
+    CUDA graph's private pool, which must not hold memory that outlives the graph."""
+    use_context(device)
+    address = checked(driver.cuMemAlloc(size))
+    checked(driver.cuMemsetD8(address, 0, size))
+    checked(driver.cuCtxSynchronize())
+    return int(address)
+
+
+def use_context(device: int) -> None:
+    """Make torch's CUDA context of a device current in this thread, if none is."""
+    if not int(checked(driver.cuCtxGetCurrent())):
+        checked(driver.cuCtxSetCurrent(primary_context(device)))
+
+
+@cache
+def primary_context(device: int) -> Any:
+    return checked(driver.cuDevicePrimaryCtxRetain(device))
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """The value that a function of the driver returned, or RuntimeError with the driver's message."""
+    status, *values = result
+    if status:
+        _, text = driver.cuGetErrorString(status)
+        raise RuntimeError(f"CUDA: {(text or b'unknown error').decode()} ({int(status)})")
+    return values[0] if values else None

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...request import Gpu
 from .device.structs import ANY_SIZE, LOG2E
-from .gpu import Gpu
+from .kernel_arguments import padded, view
 from .kernel_config import precision
 from .launch import INTERPRETED, Launch
-from .shapes import padded, view
 
 ROW_ELEMENTS = 2048  # of a tile of the gated sum
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .gpu import Gpu
+from ...request import Gpu
 
 
 def target_of(arch: int | str) -> Any:
@@ -69,8 +69,7 @@ def specialised(arch: int | str, launch: Any, binders: dict[int, Any] | None = N
 
 def binary_for(arch: int | str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The compiled kernel, kept in Triton's cache where the launch will find it. Tensors may be meta tensors."""
-    from .compiler import compile_options, compute_cache_keys
-    from .launch import Launch
+    from .launch import Launch, compile_options, compute_cache_keys
 
     launch = Launch(kernel, 1, args, options)
     compute_cache_keys(launch)

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...request import Gpu
 from .device.softmax import logsumexp, softmax_step
 from .device.structs import ANY_SIZE, LOG2E
-from .gpu import Gpu
+from .kernel_arguments import padded, view
 from .kernel_config import precision
 from .launch import INTERPRETED, Launch
-from .shapes import padded, view
 
 
 class TopkTensors(NamedTuple):

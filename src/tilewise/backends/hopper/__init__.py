@@ -6,9 +6,7 @@ from typing import Any
 
 from ...kv_request import KvRequest
 from ..common.kv import KvKernels
-from ..kernel_backend import KernelBackend, Support
-from ..protocol import KvBackend
-from . import support
+from . import support as support
 
 
 def _kv_launches(request: KvRequest) -> Any:
@@ -17,8 +15,4 @@ def _kv_launches(request: KvRequest) -> Any:
     return kv_launches
 
 
-class HopperBackend(KernelBackend):
-    name = "hopper"
-    reason = "kernels for this GPU"
-    support: Support = support
-    kv: KvBackend | None = KvKernels(_kv_launches)
+KV = KvKernels(_kv_launches)

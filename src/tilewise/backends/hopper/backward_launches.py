@@ -1,26 +1,34 @@
 """From tensors to the launches of the Hopper backward: preprocess; dK, dV and the sums of dQ; postprocess."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...request import LIMIT, BackwardInputs, Request, Spec
+from ...request import LIMIT, BackwardInputs, Request
 from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, Blocks, KernelConfig, View
-from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named
+from ..common.kernel_arguments import (
+    CallShape,
+    call_shape,
+    device_terms,
+    folded,
+    has_large_scores,
+    mask_mod,
+    padded,
+    score_mod_with_derivative,
+    view,
+)
+from ..common.launch import INTERPRETED, Launch, Memory, Target, named
 from ..common.renormalise import renormalised
-from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
-from ..common.shapes import CallShape, call_shape, new_gradients, padded, view
 from .backward import backward_kernel
 from .backward_rows import COLUMNS, OTHER, OWN, RowsConfig, backward_rows_kernel
 from .backward_schedule import Split, Widths, choose_split, column_widths, padded_widths, tile_schedule
 from .backward_tiles import BackwardConfig
-from .descriptors import descriptor, output, part_descriptors
 from .gluon_compat import TensorDescriptor, gl
+from .launches import descriptor, output, part_descriptors
 from .mask_words import new_words, with_words, without_mask_mod, words_launches
 from .postprocess import (
     PostprocessConfig,
@@ -219,7 +227,9 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
         TensorDescriptor(x, x.shape, x.stride(), [1, config.BLOCK_M], UNSWIZZLED) for x in (space.lse2, space.delta)
     )
     dq_box = [min(columns for pieces in config.DQ_PIECES for _, _, columns in pieces) // 4, 256]
-    terms = with_words(device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True), request, mask_words)
+    terms = device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True)
+    if mask_words is not None:
+        terms = with_words(terms, request, mask_words)
     args = (
         *part_descriptors(q, config.BLOCK_M, config.D),
         *part_descriptors(k, 64, config.D),
@@ -326,24 +336,17 @@ def new_repair_config(size: CallShape, block_d: int, block_dv: int) -> KernelCon
     )
 
 
-def build_backward(spec: Spec) -> Build:
-    """Tensors: `Request.tensors()`, out, lse, dout, dlse. Results: dq, dk, dv."""
-
-    def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
-        request, bwd_inputs = Request.of(spec, tensors[:-4]), BackwardInputs(*tensors[-4:])
-        grads = new_gradients(request, memory)
-        return Built(grads, list(named_launches(request, bwd_inputs, grads, target, memory).values()))
-
-    return build
-
-
 def named_launches(
     request: Request, bwd_inputs: BackwardInputs, grads: tuple[Tensor, Tensor, Tensor], target: Target, memory: Memory
 ) -> dict[str, Launch]:
     """The launches by name, in order. Names in parentheses are of small kernels."""
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
     space = new_workspace(memory, call_shape(request), choose_split(request, target.num_sms))
-    words = new_words(request, memory, by_key=True)
-    found = named("(renormalise)", first) | named("(backward mask)", words_launches(request, words, by_key=True))
+    found, words = named("(renormalise)", first), None
+    if request.blocks:
+        words = new_words(request, memory, by_key=True)
+        found |= named("(backward mask)", words_launches(request, words, by_key=True))
     found |= backward_launches(request, bwd_inputs, grads, space, target.num_sms, words)
-    return found | named("(backward clear)", clear_launches(*grads, request.cu_q, request.cu_k, GPU))
+    if request.cu_q is not None:
+        found |= named("(backward clear)", clear_launches(*grads, request.cu_q, request.cu_k, GPU))
+    return found

@@ -13,7 +13,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from ...request import LIMIT, Request, Spec
-from ..common.shapes import CallShape, call_shape, padded
+from ..common.kernel_arguments import CallShape, call_shape, padded
 from .mask_words import uses_words_by_key, without_mask_mod
 from .support import is_uneven
 from .tiles import BackwardTile, backward_tile, backward_widths, rows_together

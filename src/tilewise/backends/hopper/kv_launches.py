@@ -7,12 +7,11 @@ from torch import Tensor
 
 from ...kv_formats import is_latent
 from ...kv_request import MIN_PREFILL_QUERIES, KvCall, KvRequest, PlannedTile
+from ..common.kernel_arguments import CallShape
 from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
-from ..common.shapes import CallShape
-from .descriptors import column_descriptors
 from .forward_tiles import ROWS
-from .launches import Operands, State, forward_config, forward_launch, new_state
+from .launches import Operands, State, column_descriptors, forward_config, forward_launch, new_state
 from .mla_launches import hopper_mla_launches, page_stride
 from .pipeline import KvCache
 

@@ -1,7 +1,7 @@
 """From a request to the launches of the Hopper forward: TMA descriptors, the tile schedule, the compile-time config."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,19 +11,30 @@ from ...request import LIMIT, Request, Spec
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.fp8 import Fp8Scales
 from ..common.fp8_format import KEY_BLOCK
+from ..common.kernel_arguments import (
+    CallShape,
+    by_group,
+    call_shape,
+    device_terms,
+    mask_mod,
+    new_max_logit,
+    new_results,
+    padded,
+    score_mod,
+    view,
+)
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named, pdl_option
-from ..common.score_terms import device_terms, mask_mod, score_mod
-from ..common.shapes import CallShape, by_group, call_shape, new_max_logit, new_results, padded
 from . import tiles
-from .descriptors import column_descriptors, descriptor, float32_output, output, part_descriptors
 from .forward import forward_kernel
 from .forward_repair import RepairPointers
 from .forward_tiles import ROWS, ForwardConfig
+from .gluon_compat import TensorDescriptor, gl
 from .mask_words import new_words, with_words, words_launches
-from .pipeline import CachePointers, KvCache
+from .pipeline import TMA_EXTENT, CachePointers, GlobalTensor, KvCache
 from .support import GPU, is_uneven
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 NO_CACHE = KvCache(*CachePointers(), *[0] * 6)
 
 
@@ -67,8 +78,11 @@ def named_launches(
     """The launches by name, in order. Names in parentheses are of small kernels. `results`: out, lse, and the largest
     score of each head or None."""
     out, lse, max_logit = results
-    state = new_state(memory)._replace(mask_words=new_words(request, memory))
-    found = named("(forward mask)", words_launches(request, state.mask_words))
+    state = new_state(memory)
+    found: dict[str, Launch] = {}
+    if request.blocks:
+        state = state._replace(mask_words=new_words(request, memory))
+        found |= named("(forward mask)", words_launches(request, state.mask_words))
     if max_logit is not None:
         found |= named("(forward max logit)", clear_max_logit(max_logit))
     if request.spec.precision is not None:
@@ -151,7 +165,9 @@ def forward_launch(
     rows = size.heads * (1 if size.packed else size.batch)
     rows_in_l2 = L2_BYTES // (keys_in_use(request, size) * (size.d + size.dv) * 2) if is_uneven(spec) else 1
     rows_in_l2 = tiles.rows_together(rows // config.GROUP, rows_in_l2)
-    terms = with_words(device_terms(request, GPU, (block_m, config.BLOCK_N)), request, state.mask_words)
+    terms = device_terms(request, GPU, (block_m, config.BLOCK_N))
+    if state.mask_words is not None:
+        terms = with_words(terms, request, state.mask_words)
     args = (
         *operands.descriptors,
         # with float32 results only the dtype of this descriptor is used, that of P
@@ -228,3 +244,54 @@ def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool
         Q_IN_REGISTERS=tile.q_in_registers,
         RESCALE_LATE=tile.rescale_late,
     )
+
+
+def column_descriptors(
+    x: Tensor, rows: int, is_cache: bool = False
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """The descriptors of one or two parts of the columns, in boxes of `rows` rows; the second is None for one part."""
+    return part_descriptors(x, rows, tiles.widths(x.shape[-1]), is_cache)
+
+
+def part_descriptors(
+    x: Tensor, rows: int, parts: tuple[int, ...], is_cache: bool = False
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """The same for parts of these widths."""
+    make = packed_descriptor if is_cache else descriptor
+    first, *rest = (make(x, rows, width) for width in parts)
+    return first, rest[0] if rest else None
+
+
+def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """The descriptor of a (batch, token, head, dim) or packed (token, head, dim) tensor; see
+    `pipeline.tma_coordinates`."""
+    if x.dim() == 3:
+        return packed_descriptor(x, rows, width)
+    batch, token, head, one = x.stride()
+    b, t, h, d = x.shape
+    box = (1, 1, rows, width)
+    return TensorDescriptor(x, [b, h, t, d], [batch, head, token, one], list(box), layout(box, x.dtype))
+
+
+def packed_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """The descriptor of packed sequences, or of a KV cache whose pages are whole numbers of tokens apart."""
+    *_, token, head, one = x.stride()
+    *_, heads, dim = x.shape
+    extent = TMA_EXTENT.value
+    shape = [2 * extent - 1, 2 * extent - 1, heads, extent, dim]
+    box = (1, 1, 1, rows, width)
+    return TensorDescriptor(x, shape, [2**34 - token, token, head, token, one], list(box), layout(box, x.dtype))
+
+
+def float32_output(x: Tensor, spec: Spec) -> GlobalTensor:
+    """Where the kernel stores float32 results; absent unless the call is partial."""
+    return output(x) if spec.partial else GlobalTensor()
+
+
+def output(x: Tensor) -> GlobalTensor:
+    return GlobalTensor(x, view(x).strides[:3], x.shape[-1])
+
+
+@cache
+def layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), GLUON_DTYPES[dtype])

@@ -20,9 +20,8 @@ from ...request import Request
 from ..common.device.mask import visible
 from ..common.device.structs import ANY_SIZE, Pairs, ScoreParams, Sequences, Terms, Work
 from ..common.device.tile_range import packed_tile
+from ..common.kernel_arguments import device_terms, mask_mod, sequences_and_window
 from ..common.launch import Launch, Memory
-from ..common.score_terms import device_terms, mask_mod
-from ..common.shapes import sequences_and_window
 from .gluon_compat import gl, gluon, load_row_words
 from .pipeline import key_blocks
 from .support import GPU
@@ -188,10 +187,8 @@ def without_mask_mod(request: Request) -> Request:
     return request._replace(spec=request.spec._replace(mask_mod=None))
 
 
-def with_words(terms: Terms, request: Request, words: Tensor | None) -> Terms:
-    """The terms of a kernel that reads these words, if there are any, instead of evaluating the mod."""
-    if words is None:
-        return terms
+def with_words(terms: Terms, request: Request, words: Tensor) -> Terms:
+    """The terms of a kernel that reads these words instead of evaluating the mod."""
     seen = words[_size(request) :] if words.numel() > _size(request) else None
     return terms._replace(mask=(), mask_words=words, mask_seen=seen)
 

@@ -11,9 +11,8 @@ from ...kv_formats import is_deepseek_fp8, is_latent, shares_memory
 from ...kv_request import MIN_PREFILL_QUERIES
 from ...mods.expr import const
 from ...mods.program import PROGRAMS, rows
-from ...request import Request, Spec
+from ...request import Gpu, Request, Spec, triton_version
 from ...torch_internals import has_address
-from ..common.gpu import Gpu, triton_version
 from ..common.kv.partition import latent_tile
 from ..common.tiles import FEW_QUERIES, MANY_KEYS
 

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.device.structs import Sinks
+from ..common.kernel_arguments import view
 from ..common.kv.combine import Buffers
 from ..common.launch import Launch
-from ..common.shapes import view
 from .gluon_compat import fence_async_shared, gl, gluon
 from .mla import consume_latent, latent_shared, latent_tiles
 from .mla_producers import LATENT_ROWS, LatentParams, NamedKeys, produce_named

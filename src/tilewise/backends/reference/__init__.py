@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...request import BackwardInputs, Request
-from ..common.gpu import Gpu
+from ...request import BackwardInputs, Gpu, Request
 from ..protocol import KvBackend, Runner
 from . import fp8, scored, tiled, whole
 from .kv import ReferenceCache

@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 from ..common.kv import KvKernels, portable_launches
-from ..kernel_backend import KernelBackend, Support
-from ..protocol import KvBackend
-from . import support
+from . import support as support
 
-
-class TritonBackend(KernelBackend):
-    name = "triton"
-    reason = "portable kernels"
-    support: Support = support
-    kv: KvBackend | None = KvKernels(portable_launches)
+KV = KvKernels(portable_launches)

@@ -1,38 +1,29 @@
 """The launches of the portable backward: row statistics, the gradients, and the NaN repair pass."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ...request import BackwardInputs, Request, Spec
+from ...request import BackwardInputs, Gpu, Request
 from ..common.clear import clear_launches
 from ..common.device.structs import KernelConfig
-from ..common.gpu import Gpu
+from ..common.kernel_arguments import (
+    call_shape,
+    device_terms,
+    folded,
+    mask_mod,
+    sequences_and_window,
+    view,
+)
 from ..common.kernel_config import costly_term, flag_count, is_even, launch_options, tile_of
-from ..common.launch import Build, Built, Launch, Memory, Target, can_overlap, named, overlapped
+from ..common.launch import Launch, Memory, Target, can_overlap, named, overlapped
 from ..common.preprocess import prepare_launch, row_statistics
 from ..common.renormalise import renormalised
 from ..common.repair import LINE, repair_backward_kernel
 from ..common.repair_launches import repair
-from ..common.score_terms import device_terms, folded, mask_mod
-from ..common.shapes import call_shape, new_gradients, sequences_and_window, view
 from .backward import key_kernel, query_kernel
 
 FEW_ROWS = 32  # queries or keys that are repaired at a time
 Grads = tuple[Tensor, Tensor, Tensor]
-
-
-def build_backward(spec: Spec) -> Build:
-    """Tensors: `Request.tensors()`, out, lse, dout, dlse. Results: dq, dk, dv."""
-
-    def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
-        request, bwd_inputs = Request.of(spec, tensors[:-4]), BackwardInputs(*tensors[-4:])
-        grads = new_gradients(request, memory)
-        return Built(grads, list(named_launches(request, bwd_inputs, grads, target, memory).values()))
-
-    return build
 
 
 def named_launches(

@@ -7,11 +7,23 @@ import torch
 import triton
 from torch import Tensor
 
-from ...request import Request, Spec
+from ...request import Gpu, Request, Spec
 from ..common import tiles
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
-from ..common.gpu import Gpu
+from ..common.kernel_arguments import (
+    call_shape,
+    device_terms,
+    folded,
+    has_large_scores,
+    is_bounded,
+    mask_mod,
+    new_max_logit,
+    new_results,
+    padded,
+    sequences_and_window,
+    view,
+)
 from ..common.kernel_config import (
     costly_term,
     flag_count,
@@ -23,8 +35,6 @@ from ..common.kernel_config import (
 from ..common.launch import Build, Built, Launch, Memory, Target, can_overlap, named, pdl_option
 from ..common.repair import repair_forward_kernel
 from ..common.repair_launches import repairs
-from ..common.score_terms import device_terms, folded, has_large_scores, is_bounded, mask_mod
-from ..common.shapes import call_shape, new_max_logit, new_results, padded, sequences_and_window, view
 from .forward import MergeConfig, MergeTensors, forward_kernel, merge_kernel
 
 

@@ -1,9 +1,8 @@
 """The launches of the portable kernels for offline compilation. Nothing runs, and the tensors may be meta tensors."""
 
-from ...request import BackwardInputs, Request
-from ..common.gpu import Gpu
+from ...request import BackwardInputs, Gpu, Request
+from ..common.kernel_arguments import new_gradients, new_max_logit, new_results
 from ..common.launch import OFFLINE_PROCESSORS, DeviceMemory, Launch, Target
-from ..common.shapes import new_gradients, new_max_logit, new_results
 from ..common.sinks import named_sink_launches
 from .backward_launches import named_launches
 from .fp8_launches import fp8_forward_launches

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kv_formats import format_of, has_words, is_deepseek_fp8, is_latent
-from ...request import MAX_HEAD_DIM, Request
-from ..common.gpu import Gpu, has_triton
+from ...request import MAX_HEAD_DIM, Gpu, Request, has_triton
 
 AMD = ("gfx942", "gfx950")
 

@@ -11,8 +11,8 @@ import sys
 
 import torch
 
+from tilewise.backends.common.kernel_arguments import call_shape
 from tilewise.backends.common.launch import DeviceMemory
-from tilewise.backends.common.shapes import call_shape
 from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace
 from tilewise.request import BackwardInputs, Request, Spec
 from tilewise_lab.costs.compiled import compile_for

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tilewise.backends.common.kernel_arguments import CallShape, call_shape
 from tilewise.backends.common.launch import DeviceMemory
-from tilewise.backends.common.shapes import CallShape, call_shape
 from tilewise.request import BackwardInputs, Request, Spec
 
 pytest.importorskip("triton")

@@ -9,11 +9,10 @@ import torch
 
 import tilewise
 from tests.tilewise.mods.test_rows import product
-from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.hopper import support, tiles
 from tilewise.backends.registry import choose
 from tilewise.mods import alibi, block_diagonal, prefix_lm, softcap
-from tilewise.request import Request, Spec
+from tilewise.request import Gpu, Request, Spec
 
 pytest.importorskip("triton")
 
@@ -82,10 +81,9 @@ def test_heads_that_share_keys_are_queries_of_one_head(window):
 @pytest.mark.parametrize("after", [None, 0])
 def test_launches_of_placeholders_are_those_of_the_tensors(after):
     """The same shapes, strides, offsets and constants: descriptors, views, scalars and results."""
-    from tilewise.backends.common.kernel_call import Descriptor, Placeholders
-    from tilewise.backends.common.launch import DeviceMemory, Target
-    from tilewise.backends.common.launcher import Slot
-    from tilewise.backends.hopper.backward_launches import build_backward
+    from tilewise.backends.common.kernel_call import Descriptor, Placeholders, build_backward
+    from tilewise.backends.common.launch import DeviceMemory, Slot, Target
+    from tilewise.backends.hopper.backward_launches import named_launches
     from tilewise.backends.hopper.launches import build_forward
 
     q, k, v, out, dout = (torch.empty(2, 256, 4, 128, dtype=torch.bfloat16) for _ in range(5))
@@ -107,7 +105,7 @@ def test_launches_of_placeholders_are_those_of_the_tensors(after):
 
     for build, tensors in (
         (build_forward(request.spec), request.tensors()),
-        (build_backward(request.spec), (*request.tensors(), out, lse, dout, None)),
+        (build_backward(named_launches, request.spec), (*request.tensors(), out, lse, dout, None)),
     ):
         memory = Placeholders(tensors)
         ours, theirs = build(memory.inputs, target, memory), build(tensors, target, device)

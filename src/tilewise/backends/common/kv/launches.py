@@ -12,12 +12,11 @@ from torch import Tensor
 from ....errors import AttentionError
 from ....kv_formats import format_of, has_token_scales, has_words, head_dim
 from ....kv_request import UNDIVIDED, AppendRequest, KvCall, KvRequest, PlannedTile, Scale
+from ....request import Gpu
 from ..device.structs import View
-from ..gpu import Gpu
+from ..kernel_arguments import device_terms, folded, is_bounded, mask_mod, padded, view
 from ..kernel_config import precision
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
-from ..score_terms import device_terms, folded, is_bounded, mask_mod
-from ..shapes import padded, view
 from . import formats
 from . import partition as partitions
 from .append import (
@@ -180,11 +179,11 @@ def partition_launch(
         schedule_kernel,
         1,
         (schedule, sequences, *sizes, partition.tiles, partition.items, *cut),
-        launch_options(config),
+        kernel_options(config),
     )
 
 
-def launch_options(config: Any, **options: Any) -> dict[str, Any]:
+def kernel_options(config: Any, **options: Any) -> dict[str, Any]:
     """The options of a launch: the kernel's configuration, 4 warps unless given, programmatic dependent launch."""
     return {"CONFIG": config, "num_warps": 4, **options} | ({"launch_pdl": True} if config.OVERLAP else {})
 
@@ -270,7 +269,7 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
     if partition.tile.max_registers:
         mods["maxnreg"] = partition.tile.max_registers
     shape = {"num_warps": partition.tile.warps, "num_stages": partition.tile.stages}
-    attend = Launch(decode_kernel, partition.programs, args, launch_options(config, **mods, **shape))
+    attend = Launch(decode_kernel, partition.programs, args, kernel_options(config, **mods, **shape))
     return [attend] if config.FUSED else [attend, combine_launch(call, terms, partition, target, part.prefix)]
 
 
@@ -330,7 +329,7 @@ def combine_launch(
         *(partition.rows, request.places.batch, partition.wanted_splits, tile_height(request, partition)),
     )
     programs = min(max(2 * partition.wanted_splits, partition.items) * partition.kv_heads * blocks, max_programs)
-    return Launch(combine_kernel, programs, (buffers_of(call, prefix), terms.sinks, *sizes), launch_options(config))
+    return Launch(combine_kernel, programs, (buffers_of(call, prefix), terms.sinks, *sizes), kernel_options(config))
 
 
 def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:
@@ -383,4 +382,4 @@ def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
         *(tokens, places.new, n_q, places.batch, 1 if rotary is None else rotary.cos.shape[0]),
         *(table_stride, k.shape[0], table_pages, k.shape[1]),
     )
-    return Launch(append_kernel, tokens + queries, args, launch_options(config))
+    return Launch(append_kernel, tokens + queries, args, kernel_options(config))

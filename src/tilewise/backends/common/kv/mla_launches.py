@@ -7,19 +7,18 @@ from torch import Tensor
 
 from ....kv_formats import GROUPS, LATENT, is_deepseek_fp8
 from ....kv_request import KvCall
+from ....request import Gpu
 from ..device.structs import View
-from ..gpu import Gpu
+from ..kernel_arguments import device_terms, folded, mask_mod, view
 from ..kernel_config import precision
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap
-from ..score_terms import device_terms, folded, mask_mod
-from ..shapes import view
 from .launches import (
     E4M3_CAPABILITY,
     NO_VIEW,
     buffers_of,
     checked_partition,
     combine_launch,
-    launch_options,
+    kernel_options,
     planned,
     schedule_launches,
     schedule_sizes,
@@ -111,7 +110,7 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
     if partition.tile.max_registers:
         mods["maxnreg"] = partition.tile.max_registers
     shape = {"num_warps": partition.tile.warps, "num_stages": stages}
-    return Launch(mla_kernel, partition.programs, args, launch_options(config, **mods, **shape))
+    return Launch(mla_kernel, partition.programs, args, kernel_options(config, **mods, **shape))
 
 
 def repair_launch(attend: Launch) -> Launch:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ....kv_formats import format_of, has_token_scales, head_dim, is_deepseek_fp8, is_latent
 from ....kv_request import KV_TILE, KvRequest
 from ....mods.builtin import softcap
-from ..gpu import Gpu
+from ....request import Gpu
 from ..tiles import Arch, padded
 
 MIN_SPLIT = 512  # keys that are worth a program

@@ -17,7 +17,7 @@ from ....kv_formats import head_dim
 from ....kv_request import UNDIVIDED, CachePlaces, KvCall, KvRequest, PlannedTile
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
 from . import partition as partitions
-from .launches import Part, decode_launches, fitting, launch_options, partition_launch, partition_of, planned_tiles
+from .launches import Part, decode_launches, fitting, kernel_options, partition_launch, partition_of, planned_tiles
 from .partition import KvTile, Partition, bytes_of_key
 from .prefix import CommonConfig, GroupConfig, Groups, common_kernel, groups_kernel
 from .schedule import Sequences
@@ -142,7 +142,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
         common_kernel,
         places.batch,
         (parts.groups, sequences, places.table, given, *sizes),
-        launch_options(CommonConfig(64 if INTERPRETED else BLOCK_PAGES, overlap)),
+        kernel_options(CommonConfig(64 if INTERPRETED else BLOCK_PAGES, overlap)),
     )
     least = (partitions.MIN_SHARED, -(-partitions.MIN_SAVED // bytes_of_key(request))) if given is None else (0, 0)
     chunk = plan.own.chunk_size
@@ -151,7 +151,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
         groups_kernel,
         1,
         (parts.groups, request.dense.cu_q, q.shape[-3], places.batch, chunk, *limits),
-        launch_options(GroupConfig(fitting(places.batch, (16, *BATCHES) if INTERPRETED else BATCHES), overlap)),
+        kernel_options(GroupConfig(fitting(places.batch, (16, *BATCHES) if INTERPRETED else BATCHES), overlap)),
     )
     return [
         *(common, groups),

@@ -11,9 +11,9 @@ from torch import Tensor
 from ....kv_formats import head_dim, shares_memory
 from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile, structure_of
 from ..clear import clear_max_logit
+from ..kernel_arguments import new_max_logit
 from ..kernel_call import KernelCall
 from ..launch import Built, Launch, Memory, Target
-from ..shapes import new_max_logit
 from .launches import append_launch
 
 
