@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {  # name: workloads, options of Engine
     "eager": {"work": ["small"], "options": {"disable_cuda_graph": True}},
     "graphs": {"work": ["small", "long"], "options": GRAPHS},
     "pages": {"work": ["small", "many", "shared"], "options": GRAPHS | RADIX | {"page_size": 16}},
-    "prefix": {"work": ["shared"], "options": GRAPHS | RADIX},
+    "prefix": {"work": ["small", "many", "shared"], "options": GRAPHS | RADIX},
     "chunked": {"work": ["many"], "options": GRAPHS | {"chunked_prefill_size": 512}},
     "default": {"work": ["small", "long", "shared"], "options": RADIX},  # also CUDA graphs of the parts of prefill
 }
