@@ -40,11 +40,10 @@ CASES: dict[str, dict[str, Any]] = {  # name: workloads, options of Engine
     "eager": {"work": ["small"], "options": {"disable_cuda_graph": True}},
     "graphs": {"work": ["small", "long"], "options": GRAPHS},
     "pages": {"work": ["small", "many", "shared"], "options": GRAPHS | RADIX | {"page_size": 16}},
-    "prefix": {"work": ["shared"], "options": GRAPHS | RADIX},
+    "prefix": {"work": ["small", "many", "shared"], "options": GRAPHS | RADIX},
     "chunked": {"work": ["many"], "options": GRAPHS | {"chunked_prefill_size": 512}},
     "default": {"work": ["small", "long", "shared"], "options": RADIX},  # also CUDA graphs of the parts of prefill
 }
-ROUNDS = 3
 PARTS = {  # of SGLang's kernels for a layer of Llama: compiled ones, and those that it compiles with nvcc
     "kernels": ["kernels"],
     "jit": ["activation", "rope", "kvcache", "norm"],
@@ -181,12 +180,16 @@ class Engine:
         x["repeatable"] &= [o["output_ids"] for o in got] == x["tokens"]
 
 
-def run_engine(case: str, backend: str, folder: Path, device: str) -> None:
-    engine, name = Engine(case, backend, folder, device), f"{case}.{backend}"
+def run_engine(case: str, backend: str, folder: Path, device: str, rounds: int) -> None:
+    """Generates once, then is timed `rounds` times, and once more with `sglang_timing` if that was loaded."""
+    name = f"{case}.{backend}"
+    flag = folder / f"{name}.recording"
+    os.environ["SGLANG_TIMING"] = str(flag)
+    engine = Engine(case, backend, folder, device)
     turns = Worker(folder, name)
     say(name, engine.found)
     turns.ready()
-    for n in range(1 + ROUNDS):
+    for n in range(1 + rounds):
         turns.wait_for_turn(n)
         for work in CASES[case]["work"]:
             if n == 0:
@@ -196,6 +199,15 @@ def run_engine(case: str, backend: str, folder: Path, device: str) -> None:
             say(name, n, work, engine.found[work]["seconds"])
             (folder / f"{name}.json").write_text(json.dumps(engine.found))
         turns.done(n)
+    turns.wait_for_turn(1 + rounds)
+    for work in CASES[case]["work"]:
+        flag.touch()
+        engine.timed(work)
+        flag.unlink()
+        engine.generate([[1, 2, 3]], 2)
+        if (found := Path(f"{flag}.found")).exists():
+            found.rename(folder / f"{name}.{work}.steps")
+    turns.done(1 + rounds)
 
 
 def report(folder: Path, case: str, base: str, backend: str) -> None:
@@ -248,8 +260,9 @@ def environment(given: argparse.Namespace, folder: Path) -> dict[str, str]:
     entry = folder / "entry/tilewise-0.dist-info"
     entry.mkdir(parents=True, exist_ok=True)
     (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: tilewise\nVersion: 0\n")
-    (entry / "entry_points.txt").write_text("[sglang.srt.plugins]\ntilewise = tilewise.integrations.sglang:register\n")
-    paths = [str(entry.parent), str(HERE.parents[1] / "src"), given.site, os.environ.get("PYTHONPATH")]
+    module = "sglang_timing" if given.timing else "tilewise.integrations.sglang"
+    (entry / "entry_points.txt").write_text(f"[sglang.srt.plugins]\ntilewise = {module}:register\n")
+    paths = [str(entry.parent), str(HERE.parents[1] / "src"), str(HERE), given.site, os.environ.get("PYTHONPATH")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(p for p in paths if p), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
         "SGLANG_PLUGINS": "tilewise", "SGLANG_USE_CPU_ENGINE": str(int(given.device == "cpu")), "OMP_NUM_THREADS": "2",
@@ -270,6 +283,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=170, help="time limit of all engines together")
     parser.add_argument("--start", type=float, default=120, help="seconds in which the engines have to start")
     parser.add_argument("--own", action="store_true", help="use SGLang's kernels; check them while the engines start")
+    parser.add_argument("--rounds", type=int, default=3, help="timed ones")
+    parser.add_argument("--timing", action="store_true", help="and one more, with the times of steps")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -283,7 +298,7 @@ def main() -> None:
             elif given.check:
                 check(given.check)
             else:
-                run_engine(*given.case.split(":"), folder, given.device)
+                run_engine(*given.case.split(":"), folder, given.device, given.rounds)
         except BaseException:
             traceback.print_exc()
             sys.stdout.flush()
@@ -310,12 +325,13 @@ def main() -> None:
         case, _, backends = one.partition(":")
         names = (backends or ("triton+tilewise" if on_gpu else "torch_native+tilewise")).split("+")
         groups[case] = [(case, backend) for backend in names]
-    engines = Engines(__file__, folder, ROUNDS)
+    engines = Engines(__file__, folder, given.rounds)
     atexit.register(engines.end)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for group in groups.values():
         for case, backend in group:
-            engines.start(f"{case}.{backend}", ["--case", f"{case}:{backend}", "--device", given.device], env)
+            words = ["--case", f"{case}:{backend}", "--device", given.device, "--rounds", str(given.rounds)]
+            engines.start(f"{case}.{backend}", words, env)
     deadline, every = time.monotonic() + given.seconds, list(engines.processes)
     engines.wait("ready", every, time.monotonic() + given.start)
     every = engines.drop_late()
@@ -324,11 +340,18 @@ def main() -> None:
     engines.turn(0, every, deadline)
     say("all have generated once, or failed")
     for group in groups.values():
-        for n in range(1, 1 + ROUNDS):
-            for case, backend in group:
-                engines.turn(n, [x for x in every if x == f"{case}.{backend}"], deadline)
+        names = [x for case, backend in group if (x := f"{case}.{backend}") in every]
+        for n in range(1, 1 + given.rounds):
+            for name in names:
+                engines.turn(n, [name], deadline)
         for case, backend in group:
             report(folder, case, group[0][1], backend)
+        for name in names if given.timing else []:
+            engines.turn(1 + given.rounds, [name], deadline)
+            for path in sorted(folder.glob(f"{name}.*.steps")):
+                print(path.stem)
+                for kind, x in json.loads(path.read_text()).items():
+                    print("   ", kind, x, flush=True)
 
 
 if __name__ == "__main__":

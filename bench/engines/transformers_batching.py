@@ -40,6 +40,29 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {  # attn_implementation, opti
 }
 
 
+class Captures:
+    """Counts the CUDA graphs that transformers captures, and the seconds that takes."""
+
+    def __init__(self) -> None:
+        from transformers.generation.continuous_batching import model_runner
+
+        (runner,) = (x for x in vars(model_runner).values() if hasattr(x, "_capture_graph"))
+        capture, self.seconds = runner._capture_graph, []
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            found = capture(*args, **kwargs)
+            self.seconds.append(time.perf_counter() - began)
+            return found
+
+        runner._capture_graph = timed
+
+    def told(self) -> tuple[int, float]:
+        """Since the last time."""
+        found, self.seconds = (len(self.seconds), round(sum(self.seconds), 3)), []
+        return found
+
+
 class Engine:
     """A model, its batching manager, and what it has done."""
 
@@ -68,7 +91,7 @@ class Engine:
         if self.is_tiny:
             options = {name: x for name, x in options.items() if name not in GRAPHS}
         blocks, tokens = (64, 64) if self.is_tiny else (1024, 8192)
-        self.model, self.transformers, self.torch = model, transformers, torch
+        self.model, self.transformers, self.torch, self.captures = model, transformers, torch, Captures()
         self.config = transformers.ContinuousBatchingConfig(
             **page, num_blocks=blocks, max_batch_tokens=tokens, max_requests_per_batch=16 if self.is_tiny else 128,
             allow_block_sharing=False, **options,
@@ -98,13 +121,15 @@ class Engine:
         _, got = self.generate(other, 4)
         changed = sum(a != b[:4] for a, b in zip(got, tokens, strict=False))
         self.found[work] = {
-            "tokens": tokens, "first_s": seconds, "seconds": [], "repeatable": True, "changed": changed,
+            "tokens": tokens, "first_s": seconds, "seconds": [], "repeatable": True, "changed": changed, "captures": [],
         }  # fmt: skip
 
     def timed(self, work: str) -> None:
+        self.captures.told()
         seconds, tokens = self.generate(*self.workload(work))
         x = self.found[work]
         x["seconds"].append(seconds)
+        x["captures"].append(self.captures.told())
         x["repeatable"] &= tokens == x["tokens"]
 
     def judge(self, work: str, other: list[list[int]]) -> list[float]:
@@ -170,6 +195,7 @@ def report(folder: Path, backends: list[str], works: list[str]) -> None:
             said = f"    {work}: {tokens / statistics.median(seconds):.0f} tokens/s of {len(row['seconds'])} runs"
             said += f" (first {row['first_s']:.2f} s; {[round(s, 3) for s in row['seconds']]}); {row['changed']} change"
             said += "" if row["repeatable"] else "; runs differ"
+            said += f"; graphs captured, s: {row['captures']}"
             if work in base and backend != backends[0]:
                 first = base[work]["seconds"] or [base[work]["first_s"]]
                 equal = sum(a == b for a, b in zip(base[work]["tokens"], row["tokens"], strict=True))

@@ -6,7 +6,8 @@ const CLASSES = 16; // of lengths: work items are ordered by class, from long to
 /** A sequence is a work item; its keys are chunks of `unit`. A split is a range of its chunks, with one program for each
     KV head. `resident` splits run at once; the GPU starts them in the order of `splits`. `quarters` of the splits that
     run at once: as many work items are few. `factor`: splits of sequences of different lengths, for each that runs at
-    once. `cost`: of beginning a split, in chunks. `shortest`: keys that are worth a split. */
+    once. `cost`: of beginning a split, in chunks. `shortest`: a sequence with more keys is divided, into splits
+    of at least half as many. */
 export function plan({ lengths, heads, programs: most, unit, quarters = 2, factor = 3, cost = 1, shortest = 512 }) {
   const resident = Math.max(1, Math.floor(most / heads));
   const least = Math.max(1, Math.floor((resident * quarters) / 4));
@@ -36,14 +37,16 @@ const cut = (chunks, i, count) => Math.floor((chunks * i) / count);
     those are divided that would otherwise run alone at the end. */
 function divide(items, longest, { resident, least, target, cost, min }) {
   const chunks = sum(items.map((item) => item.chunks));
+  const worth = Math.ceil(min / 2); // a program
+  const splits = (item, most) => (item.chunks > min ? Math.ceil(item.chunks / most) : 1);
   if (longest * items.length * 4 <= chunks * 5) {
     const pieces = Math.floor(resident / Math.max(items.length % resident, 1));
     const remainder = pieces > 1 ? items.length % resident : 0;
-    return { counts: items.map((item, n) => (n < remainder ? Math.min(Math.ceil(item.chunks / min), pieces) : 1)), limit: longest };
+    return { counts: items.map((item, n) => (n < remainder ? Math.min(splits(item, worth), pieces) : 1)), limit: longest };
   }
   const shares = items.length <= least ? Math.max(resident - items.length, least) : target;
-  const limit = Math.max(Math.ceil((chunks + items.length * cost) / shares), min);
-  return { counts: items.map((item) => Math.ceil(item.chunks / limit)), limit };
+  const limit = Math.max(Math.ceil((chunks + items.length * cost) / shares), worth);
+  return { counts: items.map((item) => splits(item, limit)), limit };
 }
 
 /** Divided work items first, then from long to short. */

@@ -45,21 +45,20 @@ busy=3, divided=1, parts=2)
     items = [item for b, seq in enumerate(sequences) for item in _items(partition, b, *seq, group, before, after)]
     items = [item for item in items if item.num_chunks]  # rows without keys are written without reading keys
     chunks, longest = sum(item.num_chunks for item in items), max((item.num_chunks for item in items), default=0)
+    worth = (partition.min_chunks + 1) // 2  # a program
     if longest * len(items) * 4 <= chunks * 5:
         remainder = len(items) % partition.resident
         pieces = partition.resident // max(remainder, 1)
         remainder = remainder if pieces > 1 else 0
-        found = [
-            min(-(-item.num_chunks // partition.min_chunks), pieces) if n < remainder else 1
-            for n, item in enumerate(items)
-        ]
+        found = [min(-(-item.num_chunks // worth), pieces) if n < remainder else 1 for n, item in enumerate(items)]
     else:
         cost = chunks + len(items) * partition.item_cost
         few = len(items) <= partition.least
         shares = max(partition.resident - len(items), partition.least) if few else partition.wanted_splits
-        most = max(-(-cost // shares), partition.min_chunks)
+        most = max(-(-cost // shares), worth)
         found = [-(-item.num_chunks // most) for item in items]
         longest = min(longest, most)
+    found = [n if item.num_chunks > partition.min_chunks else 1 for item, n in zip(items, found, strict=True)]
 
     def rank(pair: tuple[Item, int]) -> int:
         shorter = max(longest - pair[0].num_chunks, 0)

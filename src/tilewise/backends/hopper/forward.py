@@ -40,7 +40,7 @@ from .forward_tiles import (
     weights,
     zero_acc,
 )
-from .fp8 import fp8_key_tokens, fp8_query_tokens, key_scales, p_pivot, query_factor, value_unit
+from .fp8 import fp8_key_tokens, fp8_query_tokens, key_scales, p_pivot, query_factor
 from .gluon_compat import (
     arrive,
     bar_arrive,
@@ -282,8 +282,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
     raised = None if flags is None else flag_pointer(flags, t, WG, CONFIG)
     FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
-    state = (acc, m_i, l_i, value_unit(v_factor, CONFIG))
-    epilogue(state, (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
+    epilogue((acc, m_i, l_i, v_factor), (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
     return n, flag
 
 

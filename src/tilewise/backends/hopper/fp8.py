@@ -1,10 +1,9 @@
 """fp8 operands in the Hopper forward: where their blocks and scales are, and the offset of P.
 
 Q, K and V are the results of the quantising pass (`common/fp8_quantise.py`). S is the product of the stored values,
-times the scale of the queries and that of the block of keys. P is at most 1.75, and l_i is 1.75 times the sum of
-softmax weights; stored in fp8, P is 1 / P_UNIT times as large, at most 448, the largest fp8 value (see `pack_fp8`). The
-sum O of stored values is in units of the scale of the last block of V times P_UNIT, so that a new block changes the
-factor of O alone.
+times the scale of the queries and that of the block of keys. P is at most 448, the largest fp8 value: l_i is 448 times
+the sum of softmax weights as well. The sum O of stored values is in units of the scale of the last block of V, so that
+a new block changes the factor of O alone.
 """
 
 import triton
@@ -15,8 +14,7 @@ from ..common.device.structs import LN2, PAD
 from .gluon_compat import gl, gluon
 from .pipeline import Tokens
 
-P_UNIT: tl.constexpr = tl.constexpr(2.0**-8)
-LOG2_LARGEST: tl.constexpr = tl.constexpr(0.8073549220576041)
+LOG2_448: tl.constexpr = tl.constexpr(8.807354922057604)
 
 
 @triton.jit
@@ -52,11 +50,11 @@ def key_scales(w, key, params, CONFIG: gl.constexpr):
 
 @gluon.jit
 def p_offset(terms):
-    """log(1.75) in the units of m."""
+    """log(448) in the units of m."""
     if terms.large_scores is None:
-        return LOG2_LARGEST
+        return LOG2_448
     else:
-        return LOG2_LARGEST * LN2
+        return LOG2_448 * LN2
 
 
 @gluon.jit
@@ -84,12 +82,3 @@ def fp8_query_tokens(w, params):
 def fp8_key_tokens(w, params, CONFIG: gl.constexpr):
     """The first block of the keys, in the place of the batch row."""
     return Tokens(key_block(w, 0, params), w.h // CONFIG.GROUP, 0, 0)
-
-
-@gluon.jit
-def value_unit(v_factor, CONFIG: gl.constexpr):
-    """What O is in units of, where `v_factor` is the scale of the last block of values."""
-    if CONFIG.FP8:
-        return v_factor * P_UNIT
-    else:
-        return v_factor

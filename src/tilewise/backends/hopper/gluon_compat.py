@@ -135,11 +135,10 @@ def downcast(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def pack_fp8(a, b, c, d):
-    """256 times four float32 tensors, of 0 to 1.75, rounded to float8_e4m3fn, as the bytes of int32 words. The bits of
-    a float16, rounded to the upper nine, are those of 256 times its value in float8."""
+    """Four float32 tensors rounded to float8_e4m3fn, as the bytes of int32 words."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b32 t, u; cvt.rn.f16x2.f32 t, $2, $1; cvt.rn.f16x2.f32 u, $4, $3;"
-        " mad.lo.u32 t, t, 2, 0x00800080; mad.lo.u32 u, u, 2, 0x00800080; prmt.b32 $0, t, u, 0x7531; }",
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
+        " mov.b32 $0, {lo, hi}; }",
         "=r,r,r,r,r",
         [a, b, c, d],
         dtype=gl.int32,

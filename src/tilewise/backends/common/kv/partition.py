@@ -18,7 +18,7 @@ from ....mods.builtin import softcap
 from ....request import Gpu
 from ..tiles import Arch, padded
 
-MIN_SPLIT = 512  # keys that are worth a program
+MIN_DIVIDED = 512  # keys of a work item that is divided, into splits of at least half as many
 COUNTS, RECORD, ITEM = 4, 16, 8  # int64 numbers of the schedule's parts: see schedule.py
 CLASSES = 16  # of work items: those that are divided, then from long to short
 MAX_BATCH = 2048  # sequences that are divided into groups
@@ -160,7 +160,7 @@ class Partition(NamedTuple):
     slots: int  # partial results of a split that continues a work item
     rows: int  # of a partial result
     item_cost: int  # of beginning a work item, in chunks
-    min_chunks: int = 1  # of a work item that is divided
+    min_chunks: int = 1  # a work item with more is divided, into splits of at least half as many
     most_splits: int = 0  # if they are known to be fewer than `items` and `wanted_splits` allow
 
     @property
@@ -223,7 +223,7 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     rows = min(max_rows or tile.block_m, tile.block_m)  # in this order torch.compile guards "no more than block_m"
     chunk_size = request.split or tile.block_n
     slots = 1 if request.split is None else 1 + -(-request.places.capacity(k) // chunk_size)
-    item_cost, min_chunks = (0, 1) if request.split else (1, max(1, MIN_SPLIT // chunk_size))
+    item_cost, min_chunks = (0, 1) if request.split else (1, max(1, MIN_DIVIDED // chunk_size))
     kv_heads = k.shape[-2]
     resident = max(1, num_sms * tile.programs_per_sm // kv_heads)
     quarters = 2 if tile.programs_per_sm > 1 and _quantised(request) is None else 3

@@ -244,10 +244,12 @@ def items_at(first, sequences, sizes, view, CONFIG: tl.constexpr):
 
 
 class Division(NamedTuple):
-    """How work items are divided. If all are about equally long, `remainder` of them are, into `pieces` splits of at
-    least `most` / 2 chunks: those that would otherwise run alone at the end, into as many as run at once. If they are
-    not equally long (pieces = 0), all with more than `most` chunks are divided."""
+    """How work items are divided, if they have more than `undivided` chunks. If all are about equally long, `remainder`
+    of them are, into `pieces` splits of at least `most` / 2 chunks: those that would otherwise run alone at the end,
+    into as many as run at once. If they are not equally long (pieces = 0), all with more than `most` chunks are
+    divided."""
 
+    undivided: tl.tensor
     most: tl.tensor
     remainder: tl.tensor
     pieces: tl.tensor
@@ -260,13 +262,14 @@ def division_of(chunks, num_items, longest, view, CONFIG: tl.constexpr):
     cost = chunks + num_items * CONFIG.ITEM_COST
     shares = tl.maximum(view.resident - num_items, view.least)  # the splits of few work items run all at once
     shares = tl.where(num_items <= view.least, shares, view.target)
-    most = tl.maximum((cost + shares - 1) // shares, view.min_chunks)
+    worth = (view.min_chunks + 1) // 2  # a program
+    most = tl.maximum((cost + shares - 1) // shares, worth)
     equal = longest.to(tl.int64) * num_items * 4 <= chunks * 5
     remainder = num_items % view.resident
     pieces = tl.where(equal, view.resident // tl.maximum(remainder, 1), 0)
     remainder = tl.where(pieces > 1, remainder, 0)
     undivided = tl.where(equal, longest, tl.minimum(longest, most).to(tl.int32))
-    return Division(tl.where(equal, view.min_chunks, most), remainder, pieces, undivided)
+    return Division(view.min_chunks, tl.where(equal, worth, most), remainder, pieces, undivided)
 
 
 @triton.jit
@@ -275,6 +278,7 @@ def classes_of(item, exists, before, division):
     others those of a range of lengths, from long to short. `before`: work items with keys before these."""
     real = (exists & (item.num_chunks > 0)).to(tl.int32)
     splits = ((item.num_chunks + division.most - 1) // division.most).to(tl.int32)
+    splits = tl.where(item.num_chunks > division.undivided, splits, 1)
     if division.pieces > 0:
         number = before + tl.cumsum(real, 0) - real
         splits = tl.where(number < division.remainder, tl.minimum(splits, division.pieces), 1)
