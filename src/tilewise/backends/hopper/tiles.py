@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,27 @@ def rows_together(rows: int, least: int) -> int:
     if rows <= least:
         return rows
     return max(range(least, min(2 * least, rows) + 1), key=lambda n: (((rows - 1) % n + 1) / n, -n))
+
+
+class RowGroups(NamedTuple):
+    """Rows of tiles that are scheduled together: `size` each of the first `grouped` rows, and all others at the end."""
+
+    size: int
+    grouped: int
+
+    def sizes(self, rows: int) -> list[int]:
+        """The rows of each group."""
+        return [*[self.size] * (self.grouped // self.size), rows - self.grouped]
+
+
+def row_groups(rows: int, size: int, last: int) -> RowGroups:
+    """Groups of `size` rows; the last has `last` rows at least, if there are so many.
+
+    >>> row_groups(100, 8, 0), row_groups(100, 8, 10), row_groups(10, 4, 10).sizes(10)
+    (RowGroups(size=8, grouped=88), RowGroups(size=8, grouped=88), [10])
+    """
+    size = max(1, min(size, rows))
+    return RowGroups(size, max(0, rows - max(last, size)) // size * size)
 
 
 def window_size(before: int | None, after: int | None) -> int | None:

@@ -195,6 +195,16 @@ def test_rows_that_are_scheduled_together(rows, least):
     assert (-rows % found) / found == min((-rows % n) / n for n in allowed) or rows <= least
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16, 24, 64, 100])
+@pytest.mark.parametrize("size", [0, 1, 5, 10])
+@pytest.mark.parametrize("last", [0, 1, 7, 200])
+def test_a_larger_group_of_rows_at_the_end(rows, size, last):
+    *others, end = tiles.row_groups(rows, size, last).sizes(rows)
+    assert sum(others) + end == rows
+    assert set(others) <= {max(size, 1)}
+    assert end == rows or max(last, size, 1) <= end < max(last, size, 1) + max(size, 1)
+
+
 def test_every_block_mask_has_the_backward():
     few, wide = (torch.empty(2, 64, *x, dtype=torch.bfloat16) for x in ((2, 128), (4, 192)))
     call, by_head = listed((128, 128, 1, 1)), listed((128, 128, 1, 4))
