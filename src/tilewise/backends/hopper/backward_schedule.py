@@ -23,9 +23,10 @@ from .tiles import BackwardTile, RowGroups, backward_tile, backward_widths, row_
 L2_BYTES = 16 << 20
 # The rows of the last group have so many tiles for each SM: the longest tiles of a small one would start when all
 # others are nearly done. 4 tiles for packed sequences: six calls have 0.87 to 1.04 of FlashAttention-3 with, 0.78 to
-# 1.04 without. Not for others: with more rows together tiles that share queries run at different times (128/8 heads,
-# 32 x 1024: 0.93 with 4, 1.01 without).
-PACKED_TILES = 4
+# 1.04 without. 2 tiles for rows of more than LONG_ROW bytes: 28/4 heads, 2 x 13435: 1.00, without 0.94. Not for others:
+# with more rows together tiles that share queries run at different times (128/8, 32 x 1024: 0.93 with 4, 1.01 without).
+PACKED_TILES, LONG_TILES = 4, 2
+LONG_ROW = 4 << 20
 # The estimate of the time, in clock cycles of an SM, fitted to 53 calls on an H200 with and without a split: within
 # 10 % of the measured time, except for calls that leave most SMs idle (23 % too long)
 FLOPS = 2900.0  # of the five products: 0.7 of the tensor cores' peak
@@ -112,7 +113,7 @@ def tile_schedule(size: CallShape, spec: Spec, parts: int, block_n: int, num_sms
         return Schedule(tiles_per_row, rows, RowGroups(rows_in_l2, whole), max(0, whole - rows_in_l2))
     if not is_uneven(spec):
         return Schedule(tiles_per_row, rows, RowGroups(1, rows), 0)
-    last = PACKED_TILES if size.packed else 0
+    last = PACKED_TILES if size.packed else LONG_TILES if row_bytes > LONG_ROW else 0
     return Schedule(tiles_per_row, rows, row_groups(rows, rows_in_l2, ceil(last * num_sms / tiles_per_row)), 0)
 
 
