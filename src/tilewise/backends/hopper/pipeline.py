@@ -12,7 +12,18 @@ import triton.language as tl
 from ..common.device.mask import mask_mod_visible
 from ..common.device.structs import Pairs, Work
 from ..common.device.tile_range import band, block_at, clamp, loop_range
-from .gluon_compat import arrive, column_indices, gl, gluon, mbarrier, opaque, opaque64, tma_load
+from .gluon_compat import (
+    arrive,
+    bar_arrive,
+    bar_sync,
+    column_indices,
+    gl,
+    gluon,
+    mbarrier,
+    opaque,
+    opaque64,
+    tma_load,
+)
 
 TILE_SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
 TILE_FIELDS: gl.constexpr = gl.constexpr(8)
@@ -28,6 +39,7 @@ ANY_VALUE = {
     ],
     "do_not_specialize_on_alignment": ["cu_q", "cu_k"],
 }
+PING_PONG_BARRIER: gl.constexpr = gl.constexpr(8)  # the first named barrier that the compiler does not use
 
 
 class Pipeline(NamedTuple):
@@ -104,6 +116,20 @@ class KvCache(NamedTuple):
     num_pages: tl.tensor
     k_page_stride: tl.tensor
     v_page_stride: tl.tensor
+
+
+@gluon.jit
+def ping_pong_wait(WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Waits until the warpgroup before this one has issued its products."""
+    if CONFIG.PING_PONG:
+        bar_sync(PING_PONG_BARRIER + WG, 256)
+
+
+@gluon.jit
+def ping_pong_arrive(WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Lets the next warpgroup issue its products."""
+    if CONFIG.PING_PONG:
+        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONFIG.WARPGROUPS, 256)
 
 
 @gluon.jit
