@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tilewise.backends.hopper.support import is_uneven
-from tilewise.backends.hopper.tiles import rows_together
+from tilewise.backends.hopper.tiles import RowGroups, rows_together
 from tilewise.request import Spec
 from tilewise_lab.bench.cases import Case
 from tilewise_lab.costs.cost import Call
@@ -108,14 +108,14 @@ def _rate(kernel: Kernel, seconds: float, device: Device) -> Cause:
 def tiles_in_order(call: Call, kernel: Kernel, device: Device) -> Tiles:
     """The tiles of a kernel as its scheduler hands them out: groups of rows, the longest tiles of a group first."""
     by_key = kernel.name != "hopper forward"
-    parts, together = _backward_order(call, device) if by_key else (1, _forward_rows(call))
+    parts, groups = _backward_order(call, device) if by_key else (1, _forward_groups(call))
     group = call.heads // call.kv_heads
     rows = (call.kv_heads * parts if by_key else call.heads) * (1 if call.lengths else call.batch)
     each = _tiles_of_row(call, kernel, group if by_key else 1, by_key)
     each = [(-(-steps // parts), -(-edges // parts)) for steps, edges in each]
     found: list[tuple[int, int]] = []
-    for first in range(0, rows, together):
-        found += [tile for tile in each for _ in range(min(together, rows - first))]
+    for size in groups.sizes(rows):
+        found += [tile for tile in each for _ in range(size)]
     return Tiles(found)
 
 
@@ -131,16 +131,17 @@ def _tiles_of_row(call: Call, kernel: Kernel, group: int, by_key: bool) -> list[
     return found
 
 
-def _forward_rows(call: Call) -> int:
+def _forward_groups(call: Call) -> RowGroups:
     """Rows that the forward schedules together."""
     from tilewise.backends.hopper.launches import L2_BYTES
 
     group, uneven = call.heads // call.kv_heads, is_uneven(_spec(call))
     rows = call.kv_heads * (1 if call.lengths else call.batch)
-    return group * rows_together(rows, L2_BYTES // (call.n_k * (call.d + call.dv) * 2) if uneven else 1)
+    size = rows_together(rows, L2_BYTES // (call.n_k * (call.d + call.dv) * 2) if uneven else 1)
+    return RowGroups(group * size, group * (rows // size * size))
 
 
-def _backward_order(call: Call, device: Device) -> tuple[int, int]:
+def _backward_order(call: Call, device: Device) -> tuple[int, RowGroups]:
     """Parts of a tile of keys, and rows that the backward schedules together."""
     from tilewise.backends.common.kernel_arguments import CallShape
     from tilewise.backends.hopper.backward_schedule import _fastest_split, column_widths, tile_schedule
@@ -150,7 +151,7 @@ def _backward_order(call: Call, device: Device) -> tuple[int, int]:
     size = CallShape(batch, call.n_q, call.n_k, call.heads, call.kv_heads, call.d, call.dv, bool(call.lengths))
     tile = backward_tile(*column_widths(size).columns, plain=True, deterministic=False)
     split = _fastest_split(size, _spec(call), tile, device.sms)
-    return split.parts, tile_schedule(size, _spec(call), split.parts, tile.block_n, device.sms).rows_in_l2
+    return split.parts, tile_schedule(size, _spec(call), split.parts, tile.block_n, device.sms).groups
 
 
 def _spec(call: Call) -> Spec:

@@ -106,18 +106,17 @@ def in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, float
         return {
             name: statistics.median(_host_seconds(work) for _ in range(LEAST_ROUNDS)) for name, work in works.items()
         }
-    graphs, calls = {}, {}
-    for name, work in works.items():
-        once = _device_seconds([work], device)[0]
-        calls[name] = max(1, min(MOST_CALLS, round(GRAPH_SECONDS / max(once, 1e-7))))
-        graphs[name] = _captured(work, calls[name])
+    # of each as many: the first calls of a graph cost more than the others
+    once = min(_device_seconds([work], device)[0] for work in works.values())
+    calls = max(1, min(MOST_CALLS, round(GRAPH_SECONDS / max(once, 1e-7))))
+    graphs = {name: _captured(work, calls) for name, work in works.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     names, count, turn = [*graphs], LEAST_ROUNDS, 0
     while turn < count:
         order = names[turn % len(names) :] + names[: turn % len(names)]
         measured = _device_seconds([graphs[name] for name in order], device)
         for name, seconds in zip(order, measured, strict=True):
-            times[name].append(seconds / calls[name])
+            times[name].append(seconds / calls)
         turn += 1
         if turn == 1:
             count = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(PASS_SECONDS / sum(measured))))

@@ -189,7 +189,7 @@ def plan(
 
 def _kernel(call: Call, profile: Profile, device: Device, model: Model, is_last: bool = False) -> Kernel:
     """`is_last`: the last kernel of a backward, after which the gradients of terms are written."""
-    tile, fit = profile.tile, 1
+    tile, fit = profile.tile, profile.programs
     if profile.shared:
         shared = min(profile.shared, device.shared)
         fit = max(1, device.blocks_per_sm(shared=shared, registers=profile.registers, warps=tile.warps))

@@ -22,7 +22,7 @@ from tilewise_lab.costs.cost import Call
 
 
 class Profile(NamedTuple):
-    """One launch of a call. `shared` and `registers` are 0 for a persistent kernel: one program on each SM."""
+    """One launch of a call. `shared` and `registers` are 0 for a persistent kernel: `programs` on each SM."""
 
     name: str  # with the bytes of an element, its row in the model's table of efficiencies
     tile: Tile
@@ -35,6 +35,7 @@ class Profile(NamedTuple):
     is_ordered: bool = False  # it sums in a fixed order, which is slower
     beside: int = 0  # bytes moved by small kernels before and after, which overlap with nothing
     heads: int = 1  # heads whose queries share a tile
+    programs: int = 1  # of a persistent kernel on each SM
     splits: Callable[[int, int], int] | None = None  # of (programs, SMs): how many programs share the keys of one
 
 
@@ -122,6 +123,7 @@ def hopper_forward(call: Call, gpu: Gpu) -> list[Profile]:
             columns=sum(widths(call.d)) + sum(widths(call.dv)),
             is_forward=True,
             heads=call.heads // call.kv_heads if call.heads_are_queries else 1,
+            programs=row.programs,
         )
     ]
 

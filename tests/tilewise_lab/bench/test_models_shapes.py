@@ -135,8 +135,8 @@ def test_causes_of_known_calls():
 
     few = names(Case(1, 512, 16, 16, 64), "backward", 30e-6)
     assert few["idle SMs"].share == pytest.approx(1 - 64 / 132, abs=0.01)
-    diagonal = names(Case(64, 256, 32, 32, 128, True), "forward", 1e-4)
-    assert diagonal["hidden pairs"].share == pytest.approx(1 / 3, abs=0.01)
+    diagonal = names(Case(16, 1024, 32, 32, 128, True), "forward", 3e-4)
+    assert diagonal["hidden pairs"].share == pytest.approx(1 / 9, abs=0.01)
     padded = names(Case(4, 4096, 16, 16, 72), "forward", 1e-3)
     assert padded["padded columns"].share == pytest.approx(0.1)
     large = names(Case(4, 8192, 16, 16, 128), "forward", 3.4e-3, spills=324)

@@ -154,7 +154,7 @@ def preprocess_launch(call: BackwardCall) -> Launch:
     natural = has_large_scores(call.request)
     config = PreprocessConfig(size.dv, PAD.value, d, sum(d), block_dv, natural, not INTERPRETED)
     args = tensors, *call.lengths, tiles, size.heads, size.batch
-    options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4}
+    options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4, "launch_pdl": not INTERPRETED}
     return Launch(preprocess_kernel, size.programs(size.n_q, size.heads, PAD.value), args, options)
 
 
@@ -250,7 +250,7 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
             schedule.rows,
             schedule.tiles_per_row,
         ),
-        *(size.kv_heads * split.parts, size.batch, schedule.rows_in_l2),
+        *(size.kv_heads * split.parts, size.batch, *schedule.groups),
         terms,
         device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N)).blocks if config.DETERMINISTIC else Blocks(),
     )

@@ -16,12 +16,17 @@ from ...request import LIMIT, Request, Spec
 from ..common.kernel_arguments import CallShape, call_shape, padded
 from .mask_words import uses_words_by_key, without_mask_mod
 from .support import is_uneven
-from .tiles import BackwardTile, backward_tile, backward_widths, rows_together
+from .tiles import BackwardTile, RowGroups, backward_tile, backward_widths, row_groups
 
-# Of Q, dO and dQ of one query head of each row that are scheduled together, at least. With 16 MB 192 by 128 has 0.87 of
-# FlashAttention-3 at 1 x 4096 (1.01 with 64) and 0.96 at 4 x 4096 (1.00); with 128 MB D 64 loses 6 % at 4 x 4096.
-L2_BYTES = 64 << 20
-FEW_L2_BYTES = 16 << 20  # the same for ordered sums, grouped heads and packed sequences, not timed with more
+# Of Q, dO and dQ of one query head of each row that are scheduled together. Of the best peer, causal, with 16 and with
+# 64 MB: D 128 32 x 512 1.04 0.88, 32 x 1024 1.02 0.91, 4 x 4096 1.09 1.03; 192 by 128 32 x 512 0.99 0.76.
+L2_BYTES = 16 << 20
+# The rows of the last group have so many tiles for each SM: the longest tiles of a small one would start when all
+# others are nearly done. 4 tiles for packed sequences: six calls have 0.87 to 1.04 of FlashAttention-3 with, 0.78 to
+# 1.04 without. 2 tiles for rows of more than LONG_ROW bytes: 28/4 heads, 2 x 13435: 1.00, without 0.94. Not for others:
+# with more rows together tiles that share queries run at different times (128/8, 32 x 1024: 0.93 with 4, 1.01 without).
+PACKED_TILES, LONG_TILES = 4, 2
+LONG_ROW = 4 << 20
 # The estimate of the time, in clock cycles of an SM, fitted to 53 calls on an H200 with and without a split: within
 # 10 % of the measured time, except for calls that leave most SMs idle (23 % too long)
 FLOPS = 2900.0  # of the five products: 0.7 of the tensor cores' peak
@@ -52,12 +57,12 @@ class Split(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """`rows` (batch, head, part) triples of `tiles_per_row` tiles each, `rows_in_l2` of them scheduled together. The
-    tiles of the first `ascending_rows` visit their queries in ascending order."""
+    """`rows` (batch, head, part) triples of `tiles_per_row` tiles each, scheduled in `groups`. The tiles of the first
+    `ascending_rows` visit their queries in ascending order."""
 
     tiles_per_row: int
     rows: int
-    rows_in_l2: int
+    groups: RowGroups
     ascending_rows: int
 
 
@@ -99,14 +104,17 @@ def tile_schedule(size: CallShape, spec: Spec, parts: int, block_n: int, num_sms
     rows = parts * size.kv_heads * (1 if size.packed else size.batch)
     # One query head of each row, not the group: with fewer rows together the longest tiles of the last come too late
     # (32/8 heads, 4 x 4096: 2832 us against 2540; 64/8, D 64, 2 x 8192: 5575 against 5292; 32/8, 16384: the same).
-    has_more = size.heads == size.kv_heads and not size.packed and not spec.deterministic
-    l2_bytes = L2_BYTES if has_more else FEW_L2_BYTES
-    rows_in_l2 = max(1, l2_bytes // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
-    if not spec.deterministic:
-        return Schedule(tiles_per_row, rows, rows_together(rows, rows_in_l2), 0)
-    # So that few programs wait for one another's sums; a power of two, as the number of heads mostly is.
-    rows_in_l2 = max(rows_in_l2, 1 << (num_sms // tiles_per_row).bit_length())
-    return Schedule(tiles_per_row, rows, rows_in_l2, max(0, rows // rows_in_l2 - 1) * rows_in_l2)
+    row_bytes = size.n_q * (size.d * 6 + size.dv * 2)
+    rows_in_l2 = max(1, L2_BYTES // row_bytes if is_uneven(spec) else 1)
+    if spec.deterministic:
+        # So that few programs wait for one another's sums; a power of two, as the number of heads mostly is.
+        rows_in_l2 = max(rows_in_l2, 1 << (num_sms // tiles_per_row).bit_length())
+        whole = rows // rows_in_l2 * rows_in_l2
+        return Schedule(tiles_per_row, rows, RowGroups(rows_in_l2, whole), max(0, whole - rows_in_l2))
+    if not is_uneven(spec):
+        return Schedule(tiles_per_row, rows, RowGroups(1, rows), 0)
+    last = PACKED_TILES if size.packed else LONG_TILES if row_bytes > LONG_ROW else 0
+    return Schedule(tiles_per_row, rows, row_groups(rows, rows_in_l2, ceil(last * num_sms / tiles_per_row)), 0)
 
 
 def choose_split(request: Request, num_sms: int) -> Split | None:
@@ -160,8 +168,7 @@ def estimated_cycles(size: CallShape, spec: Spec, tile: BackwardTile, split: Spl
     fixed = TILE_CYCLES + tile.block_n * (d + dv) * (PART_BYTES if has_parts else 2) / BYTES
     cycles = [ceil(n / split.queries) * heads * products + fixed for n in blocks]
     busy = [0.0] * num_sms
-    for first in range(0, schedule.rows, schedule.rows_in_l2):
-        rows = min(schedule.rows_in_l2, schedule.rows - first)
+    for rows in schedule.groups.sizes(schedule.rows):
         for tile_cycles in cycles:
             for _ in repeat(None, rows):
                 heapreplace(busy, busy[0] + tile_cycles)

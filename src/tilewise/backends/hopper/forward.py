@@ -1,4 +1,4 @@
-"""The forward pass on Hopper: a persistent program per SM, one producer warp and two or three consumer warpgroups.
+"""The forward pass on Hopper: persistent programs, one producer warp and one to three consumer warpgroups.
 
 The producer draws tiles of queries, 64 for each warpgroup, and loads their Q and then K and V, block by block, into
 shared memory. A warpgroup turns K_j into scores, scores into P, and P with V_j into O. The scores of one block and the
@@ -43,8 +43,6 @@ from .forward_tiles import (
 from .fp8 import fp8_key_tokens, fp8_query_tokens, key_scales, p_pivot, query_factor
 from .gluon_compat import (
     arrive,
-    bar_arrive,
-    bar_sync,
     barrier,
     fence_async_shared,
     gdc_launch_dependents,
@@ -75,6 +73,8 @@ from .pipeline import (
     make_tile_info,
     next_tile_id,
     phase,
+    ping_pong_arrive,
+    ping_pong_wait,
     read_tile_info,
     release,
     release_tile_info,
@@ -83,8 +83,6 @@ from .pipeline import (
     wait_tile_info,
     write_tile_info,
 )
-
-PING_PONG_BARRIER: gl.constexpr = gl.constexpr(8)  # the first named barrier that the compiler does not use
 
 
 class Params(NamedTuple):
@@ -126,20 +124,6 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def ping_pong_wait(WG: gl.constexpr, CONFIG: gl.constexpr):
-    """Waits until the warpgroup before this one has issued its products."""
-    if CONFIG.PING_PONG:
-        bar_sync(PING_PONG_BARRIER + WG, 256)
-
-
-@gluon.jit
-def ping_pong_arrive(WG: gl.constexpr, CONFIG: gl.constexpr):
-    """Lets the next warpgroup issue its products."""
-    if CONFIG.PING_PONG:
-        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONFIG.WARPGROUPS, 256)
-
-
-@gluon.jit
 def skip_blocks(shared, n, end, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Releases the blocks n .. end - 1, which other warpgroups need and this one does not."""
     for use in range(n, end):
@@ -156,8 +140,8 @@ def skip_blocks(shared, n, end, WG: gl.constexpr, CONFIG: gl.constexpr):
 def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Consumer warpgroup WG: O and lse of its 64 queries of every tile."""
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
-    if CONFIG.PING_PONG and WG == 0:
-        bar_arrive(PING_PONG_BARRIER, 256)
+    if WG == 0:
+        ping_pong_arrive(CONFIG.WARPGROUPS - 1, CONFIG)
     n = gl.to_tensor(0)  # blocks so far: use n of the K and V pipelines is the next one
     t = gl.to_tensor(0)  # tiles so far
     w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
@@ -185,7 +169,6 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
 def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Attention of this warpgroup's queries of the t-th tile, whose first block is use n. Returns the use after its
     last block, and the flag of the tile before."""
-    DTYPE: gl.constexpr = outputs.o.dtype
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
@@ -209,9 +192,10 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     factor = q_factor * k_factor
     scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
     words = query_words(w, first, gl.SliceLayout(1, acc_layout(BLOCK_N)), ROWS, terms)
-    mbarrier.wait(shared.q.full.index(SLOT), phase(t, 1))
+    q_slot = t % CONFIG.Q_STAGES * (CONFIG.BLOCK_M // ROWS) + SLOT
+    mbarrier.wait(shared.q.full.index(q_slot), phase(t, CONFIG.Q_STAGES))
     wait_full(shared.k, start, STAGES)
-    q = q_operands(shared.q, SLOT, CONFIG)
+    q = q_operands(shared.q, q_slot, CONFIG)
     s = warpgroup_mma_wait(0, deps=(issue_qk(q, shared.k, start, CONFIG),))
     release(shared.k, start, STAGES)
     s = masked_scores(s, factor, tile, block, params, CONFIG)
@@ -220,7 +204,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     p_left, l_left = weights(left, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, words, key, terms)
     p_right, l_i = weights(right, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, words, key + BLOCK_N // 2, terms)
     l_i += l_left
-    p = p_operands(p_left, p_right, DTYPE, CONFIG)
+    p = p_operands(p_left, p_right, outputs.o.dtype, CONFIG)
     acc = zero_acc(CONFIG)
     if CONFIG.RESCALE_LATE:
         alpha = finite_max(m_i) * 0.0 + 1.0
@@ -235,7 +219,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
             scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
         ping_pong_wait(WG, CONFIG)
         if not CONFIG.Q_IN_REGISTERS:
-            q = q_operands(shared.q, SLOT, CONFIG)
+            q = q_operands(shared.q, q_slot, CONFIG)
         s_pending = issue_qk(q, shared.k, use, CONFIG)
         if CONFIG.RESCALE_LATE:
             acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
@@ -265,8 +249,8 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
             rescaling = alpha * (v_factor_old / v_factor)
         elif not CONFIG.RESCALE_LATE:
             acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
-        p = p_operands(p_left, p_right, DTYPE, CONFIG)
-    arrive(shared.q.empty.index(SLOT))
+        p = p_operands(p_left, p_right, outputs.o.dtype, CONFIG)
+    arrive(shared.q.empty.index(q_slot))
     if CONFIG.RESCALE_LATE:
         acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
     flag = gl.to_tensor(0)
@@ -307,11 +291,12 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
             row, _has_mask_mod = first_key(lo, w, lists, BLOCK_N)
             load_keys(shared.k, n, inputs.k, params.cache.k_page_stride, keys, row, params.cache, CONFIG)
             for slot in gl.static_range(CONFIG.BLOCK_M // ROWS):
-                mbarrier.wait(shared.q.empty.index(slot), phase(t, 1) ^ 1)
+                q_slot = t % CONFIG.Q_STAGES * (CONFIG.BLOCK_M // ROWS) + slot
+                mbarrier.wait(shared.q.empty.index(q_slot), phase(t, CONFIG.Q_STAGES) ^ 1)
                 if CONFIG.FP8:
-                    load_tile(shared.q, slot, inputs.q, fp8_query_tokens(w, params), slot * ROWS)
+                    load_tile(shared.q, q_slot, inputs.q, fp8_query_tokens(w, params), slot * ROWS)
                 else:
-                    load_tile(shared.q, slot, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + slot * ROWS)
+                    load_tile(shared.q, q_slot, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + slot * ROWS)
             is_short = hi - lo <= 2 * STAGES  # the next tile is needed before all loads of this one are issued
             if is_short:
                 tile_id = next_tile_id(scheduler)
@@ -357,7 +342,7 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
     """Allocates shared memory and starts the consumer warpgroups and the producer warp, with their registers."""
     WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
     SLOTS: gl.constexpr = CONFIG.BLOCK_M // ROWS
-    q_pipeline = make_pipeline(inputs.q, SLOTS, WARPGROUPS // SLOTS)
+    q_pipeline = make_pipeline(inputs.q, SLOTS * CONFIG.Q_STAGES, WARPGROUPS // SLOTS)
     k_pipeline = make_pipeline(inputs.k, CONFIG.STAGES, WARPGROUPS, CONFIG.BOXES)
     v_pipeline = make_pipeline(inputs.v, CONFIG.STAGES, WARPGROUPS, CONFIG.BOXES)
     o_tiles = allocate_tiles(outputs.o, WARPGROUPS)
@@ -365,7 +350,13 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()  # after the wait: the next kernel may read what the previous one wrote without waiting
-    if WARPGROUPS == 2:
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [(consume, (shared, outputs, params, 0, CONFIG)), (produce, (shared, inputs, params, scheduler, CONFIG))],
+            [1],
+            [24],
+        )
+    elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (consume, (shared, outputs, params, 0, CONFIG)),
@@ -439,6 +430,8 @@ def forward_kernel(
             SCORE_MOD,
             MASK_MOD,
         ),
-        TileScheduler(counter, num_tiles, rows, tiles_per_row, heads, batch, rows_in_l2),
+        TileScheduler(
+            counter, num_tiles, rows, tiles_per_row, heads, batch, rows_in_l2, rows // rows_in_l2 * rows_in_l2
+        ),
         CONFIG,
     )

@@ -53,6 +53,8 @@ class ForwardConfig(NamedTuple):
     LAZY_RESCALE: bool  # a warp none of whose rows has a new maximum does not rescale O
     Q_IN_REGISTERS: bool = False  # Q is loaded into registers once per tile: S reads half as much shared memory
     RESCALE_LATE: bool = False  # O is rescaled while the next scores are computed, right before P V
+    Q_STAGES: int = 1  # tiles of Q that a warpgroup has room for
+    PROGRAMS: int = 1  # of an SM
     PAGE_SIZE: int | None = None  # tokens of a page; None: no paged cache
     BOXES: int = 1  # TMA boxes of a tile of keys, each within one page
     PAGE_PREFETCH: int = 1  # boxes whose page numbers are loaded together
@@ -82,18 +84,18 @@ def issue_qk(q, k, use, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def q_operands(q, wg, CONFIG: gl.constexpr):
+def q_operands(q, use, CONFIG: gl.constexpr):
     """The column parts of a warpgroup's Q as left operands, in shared memory or in registers."""
-    left = q_operand(q.parts[0], wg, CONFIG)
+    left = q_operand(q.parts[0], use, CONFIG)
     if len(q.parts) == 1:
         return (left,)
     else:
-        return left, q_operand(q.parts[1], wg, CONFIG)
+        return left, q_operand(q.parts[1], use, CONFIG)
 
 
 @gluon.jit
-def q_operand(tiles, wg, CONFIG: gl.constexpr):
-    tile = stage_tile(tiles, wg, CONFIG.BLOCK_M // ROWS)
+def q_operand(tiles, use, CONFIG: gl.constexpr):
+    tile = stage_tile(tiles, use, CONFIG.BLOCK_M // ROWS * CONFIG.Q_STAGES)
     if CONFIG.Q_IN_REGISTERS:
         return tile.load(gl.DotOperandLayout(0, acc_layout(CONFIG.BLOCK_N), 2))
     else:

@@ -35,6 +35,7 @@ from .support import GPU, is_uneven
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+REGISTERS = 65536  # of an SM
 NO_CACHE = KvCache(*CachePointers(), *[0] * 6)
 
 
@@ -181,7 +182,9 @@ def forward_launch(
     mod = mask_mod(request) if state.mask_words is None else None
     options = {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mod, "CONFIG": config, "num_warps": 4}
     options |= pdl_option(not INTERPRETED)
-    return Launch(forward_kernel, min(tiles_per_row * rows, num_sms), args, options)
+    if config.PROGRAMS > 1:
+        options["maxnreg"] = REGISTERS // (128 * (config.WARPGROUPS + 1) * config.PROGRAMS) // 8 * 8
+    return Launch(forward_kernel, min(tiles_per_row * rows, config.PROGRAMS * num_sms), args, options)
 
 
 def keys_in_use(request: Request, size: CallShape) -> int:
@@ -243,6 +246,8 @@ def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool
         LAZY_RESCALE=tile.lazy_rescale,
         Q_IN_REGISTERS=tile.q_in_registers,
         RESCALE_LATE=tile.rescale_late,
+        Q_STAGES=tile.q_stages,
+        PROGRAMS=tile.programs,
     )
 
 

@@ -12,7 +12,18 @@ import triton.language as tl
 from ..common.device.mask import mask_mod_visible
 from ..common.device.structs import Pairs, Work
 from ..common.device.tile_range import band, block_at, clamp, loop_range
-from .gluon_compat import arrive, column_indices, gl, gluon, mbarrier, opaque, opaque64, tma_load
+from .gluon_compat import (
+    arrive,
+    bar_arrive,
+    bar_sync,
+    column_indices,
+    gl,
+    gluon,
+    mbarrier,
+    opaque,
+    opaque64,
+    tma_load,
+)
 
 TILE_SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
 TILE_FIELDS: gl.constexpr = gl.constexpr(8)
@@ -23,11 +34,12 @@ ANY_VALUE = {
     "do_not_specialize": [
         *("n_q", "n_k", "before", "after", "padded_tokens", "ascending_rows"),
         *("group", "query_shift", "query_step", "padded_keys"),
-        *("num_tiles", "rows", "tiles_per_row", "heads", "batch", "rows_in_l2"),
+        *("num_tiles", "rows", "tiles_per_row", "heads", "batch", "rows_in_l2", "grouped_rows"),
         *("new_tokens", "max_length", "table_stride", "num_pages", "k_page_stride", "v_page_stride"),
     ],
     "do_not_specialize_on_alignment": ["cu_q", "cu_k"],
 }
+PING_PONG_BARRIER: gl.constexpr = gl.constexpr(8)  # the first named barrier that the compiler does not use
 
 
 class Pipeline(NamedTuple):
@@ -50,7 +62,8 @@ class TileInfo(NamedTuple):
 
 class TileScheduler(NamedTuple):
     """`num_tiles` tiles: `tiles_per_row` for each of `rows` (batch, head) pairs. Programs draw them from `counter`.
-    `rows_in_l2` rows are scheduled together: what they share fits into L2."""
+    Of the first `grouped_rows` rows `rows_in_l2` are scheduled together: what they share fits into L2. The others are
+    scheduled together at the end."""
 
     counter: tl.tensor
     num_tiles: tl.tensor
@@ -59,6 +72,7 @@ class TileScheduler(NamedTuple):
     heads: tl.tensor
     batch: tl.tensor
     rows_in_l2: tl.tensor
+    grouped_rows: tl.tensor
 
 
 class Tokens(NamedTuple):
@@ -102,6 +116,20 @@ class KvCache(NamedTuple):
     num_pages: tl.tensor
     k_page_stride: tl.tensor
     v_page_stride: tl.tensor
+
+
+@gluon.jit
+def ping_pong_wait(WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Waits until the warpgroup before this one has issued its products."""
+    if CONFIG.PING_PONG:
+        bar_sync(PING_PONG_BARRIER + WG, 256)
+
+
+@gluon.jit
+def ping_pong_arrive(WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Lets the next warpgroup issue its products."""
+    if CONFIG.PING_PONG:
+        bar_arrive(PING_PONG_BARRIER + (WG + 1) % CONFIG.WARPGROUPS, 256)
 
 
 @gluon.jit
@@ -350,8 +378,10 @@ def tile_and_row(tile_id, scheduler):
     """(tile, (batch, head) row) of a tile id. Rows come in groups that share L2; within a group the last tiles come
     first, which see the most keys under a causal mask.
     """
+    grouped = scheduler.grouped_rows
     first = tile_id // (scheduler.rows_in_l2 * scheduler.tiles_per_row) * scheduler.rows_in_l2
-    size = tl.minimum(scheduler.rows_in_l2, scheduler.rows - first)
+    size = tl.where(first < grouped, scheduler.rows_in_l2, scheduler.rows - grouped)
+    first = tl.minimum(first, grouped)
     rest = tile_id - first * scheduler.tiles_per_row
     return scheduler.tiles_per_row - 1 - rest // size, first + rest % size
 

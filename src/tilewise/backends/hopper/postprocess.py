@@ -73,6 +73,7 @@ class PostprocessConfig(NamedTuple):
 def preprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG: tl.constexpr):
     """The row statistics of BLOCK_M rows; zeros for their dQ, for four counters a program and the 64 after the last."""
     if CONFIG.OVERLAP:
+        gdc_wait()
         gdc_launch_dependents()
     o, do, lse, dlse, lse2, delta, dq_acc, counters = tensors
     pid = tl.program_id(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +13,8 @@ class ForwardTile:
     other. `lazy_rescale`: O is rescaled only by warps with a new maximum, behind a branch; otherwise always, overlapped
     with the exponentials. `o_stores`: O is stored in so many parts through the same shared memory, which leaves more of
     it for keys. `q_in_registers`: Q is loaded once a tile; S then reads half as much shared memory. `rescale_late`: O
-    is rescaled while the next scores are computed.
+    is rescaled while the next scores are computed. `q_stages`: with 2, Q of the next tile is loaded during this one.
+    `programs`: on one SM; while one begins or ends a tile, another computes.
     """
 
     block_n: int
@@ -23,11 +25,19 @@ class ForwardTile:
     o_stores: int = 1
     q_in_registers: bool = False
     rescale_late: bool = False
+    q_stages: int = 1
+    programs: int = 1
 
 
 # The forward: (largest head dims of Q and K and of V, most keys, only causal or with a block mask, only without score
 # terms) -> tile; TFLOPS on an H200, bf16, 16384 tokens, hidden 2048, at S = 512 1024 4096 16384 by default.
 FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
+    # causal and short, of the best peer (cuDNN): 64 x 512, 12 heads, 1.14, two programs 0.98, one of two warpgroups
+    # 0.92; 64 x 128 1.09, 1.05, 0.99; 8 x 323 1.48, 1.37, 1.13; window of 128, packed: 1.74, 1.45, 1.08
+    (64, 64, 640, True, True, ForwardTile(64, 1, lazy_rescale=False, programs=3)),
+    # full and short: 64 x 512, 12 heads, 1.04, 64 keys and three programs 1.03, one of two warpgroups 1.01; 1 x 512
+    # 1.53, 1.37, 1.14; 2 x 128 1.67, 1.59, 1.32
+    (64, 64, 640, False, True, ForwardTile(128, 1, lazy_rescale=False, programs=2)),
     # causal and short: a third warpgroup mostly waits; 241 320 against 208 271, at 2048 371 against 377; packed
     # 16 x 1024: 1.10 against 0.88 of FlashAttention-3; window of 128: 1.19 against 1.12
     (64, 64, 1024, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
@@ -45,14 +55,24 @@ FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
     (64, 64, None, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
     # with mods or a bias: of three warpgroups, with 160 registers each, alibi spills 204 bytes and a bias 2752
     (64, 64, None, False, False, ForwardTile(128, 2, ping_pong=True)),
+    # D 80, of the best peer: full 64 x 257 1.11, three warpgroups of 64 keys 1.05, two of 128 0.93; causal 32 x 693
+    # 1.11, 1.01 (two of 128); D 96, causal 64 x 256: 0.92, 0.93
+    (96, 96, 768, False, True, ForwardTile(64, 1, lazy_rescale=False, programs=2)),
     # 16 heads, 1024 and 8192: full 518 555, causal 372 523; lazy 494 528, without ping-pong 453 500; causal lazy
     # 349 495; three stages 1 to 3 % less; three warpgroups of 64 keys 438 499, 312 455
     (96, 96, None, False, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
+    # causal and short, of the best peer: 32 x 512 0.99, one program of two warpgroups 0.96; 64 x 256 0.87, 0.89; with
+    # grouped heads 32 x 256 1.06, 0.97, 64 x 128 1.06, 0.96, 2 x 512 1.09, 0.92
+    (128, 128, 640, True, True, ForwardTile(64, 1, lazy_rescale=False, programs=2)),
     # causal, 1024 2048 4096 16384: 417 532 609 686; lazy 405 - 583 669; without ping-pong 414 - 594 672; at 256 64 keys
     # are 3 % faster, which is not worth another kernel
     (128, 128, None, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
-    # full, 4096 and 16384: 653 676; with ping-pong and always 649 656; Q in registers 647 655; 8 x 1025: 0.90 of
-    # FlashAttention-3, with ping-pong and always 0.93, which is not worth another kernel; 64 keys 0.86
+    # full and short, of the best peer: 1 x 257, 25 heads, 1.73, one program of two warpgroups 1.18
+    (128, 128, 384, False, True, ForwardTile(64, 1, lazy_rescale=False, programs=2)),
+    # full: 4 x 512, 128 heads, 1.05, lazy without ping-pong 0.98, two programs 0.91; 8 x 1025 0.93, 0.90, 0.84
+    (128, 128, 1152, False, True, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False, q_stages=2)),
+    # full, 4096 and 16384: 653 676; with ping-pong and always 649 656; Q in registers 647 655; 8 x 1025: 64
+    # keys 0.86 of FlashAttention-3, 128 0.90
     (128, 128, None, False, False, ForwardTile(128, 2)),
     # 16 heads, 1024 and 8192: full 633 688, causal 458 644; lazy 608 658, 447 614; 64 keys 531 572, 429 545;
     # with a bias it spills 324 bytes, with alibi 144
@@ -166,6 +186,27 @@ def rows_together(rows: int, least: int) -> int:
     return max(range(least, min(2 * least, rows) + 1), key=lambda n: (((rows - 1) % n + 1) / n, -n))
 
 
+class RowGroups(NamedTuple):
+    """Rows of tiles that are scheduled together: `size` each of the first `grouped` rows, and all others at the end."""
+
+    size: int
+    grouped: int
+
+    def sizes(self, rows: int) -> list[int]:
+        """The rows of each group."""
+        return [*[self.size] * (self.grouped // self.size), rows - self.grouped]
+
+
+def row_groups(rows: int, size: int, last: int) -> RowGroups:
+    """Groups of `size` rows; the last has `last` rows at least, if there are so many.
+
+    >>> row_groups(100, 8, 0), row_groups(100, 8, 10), row_groups(10, 4, 10).sizes(10)
+    (RowGroups(size=8, grouped=88), RowGroups(size=8, grouped=88), [10])
+    """
+    size = max(1, min(size, rows))
+    return RowGroups(size, max(0, rows - max(last, size)) // size * size)
+
+
 def window_size(before: int | None, after: int | None) -> int | None:
     """The number of keys in a window, None if it is not bounded on both sides."""
     return None if before is None or after is None else before + after + 1
@@ -201,4 +242,5 @@ def forward_tile(
         and (most is None or most_keys <= most)
         and (banded or not only_banded)
         and (plain or not only_plain)
+        and (keys is not None or row.programs == 1)  # pages take more registers of the producer
     )

@@ -149,7 +149,7 @@ def test_ordered_sums_do_not_depend_on_timing(case: Case) -> None:
 @pytest.mark.parametrize("name", ["full", "window", "shared keys", "packed", "256 shared keys"])
 def test_ordered_sums_in_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One head in a cohort: the tiles of the last are drawn first tile first, those of the others last tile first."""
-    monkeypatch.setattr(backward_schedule, "FEW_L2_BYTES", 0)
+    monkeypatch.setattr(backward_schedule, "L2_BYTES", 0)
     case = CASES[name]
     if case.lengths is None:
         case = altered(case, batch=2, n_q=300, n_k=300)

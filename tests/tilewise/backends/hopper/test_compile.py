@@ -21,6 +21,22 @@ ROOT = Path(__file__).parents[4]
 TRITONS = ("", *filter(None, os.environ.get("TILEWISE_TRITONS", "").split(os.pathsep)))
 CALLS = {
     "64 short causal": {"d": 64, "n": 1024, "after": 0},
+    "64, three programs": {"d": 64, "n": 512, "after": 0},
+    "64, three programs, packed window": {
+        "d": 64,
+        "n": 512,
+        "before": 99,
+        "after": 0,
+        "packed": True,
+        "terms": "sinks",
+    },
+    "64, two programs, partial": {"d": 64, "n": 512, "partial": True, "packed": True},
+    "64 short softcap": {"d": 64, "n": 512, "terms": "softcap"},
+    "64 medium full": {"d": 64, "n": 2048},
+    "96, two programs": {"d": 96, "n": 512, "before": 99, "after": 0},
+    "128, two programs": {"d": 128, "n": 512, "after": 0, "partial": True, "packed": True},
+    "128 short full": {"d": 128, "n": 300},
+    "128 medium full": {"d": 128, "n": 1024, "packed": True},
     "64 causal": {"d": 64, "after": 0},
     "64 full": {"d": 64},
     "128 causal": {"d": 128, "after": 0},

@@ -52,13 +52,13 @@ def warpgroups(q: Any, before: int | None = None, cu: Any = None) -> int:
     return found
 
 
-@pytest.mark.parametrize(("length", "found"), [(1024, 2), (4096, 3)])
+@pytest.mark.parametrize(("length", "found"), [(512, 1), (1024, 2), (4096, 3)])
 def test_the_tile_of_packed_sequences_follows_from_their_mean_length(length, found):
     cu = torch.arange(0, 16385, length, dtype=torch.int32)
     assert warpgroups(torch.empty(16384, 4, 64, dtype=torch.bfloat16), cu=cu) == found
 
 
-@pytest.mark.parametrize(("before", "found"), [(127, 2), (2047, 3), (None, 3)])
+@pytest.mark.parametrize(("before", "found"), [(127, 1), (400, 2), (2047, 3), (None, 3)])
 def test_the_tile_of_a_window_follows_from_the_keys_in_it(before, found):
     assert warpgroups(torch.empty(1, 4096, 4, 64, dtype=torch.bfloat16), before) == found
 
@@ -195,6 +195,16 @@ def test_rows_that_are_scheduled_together(rows, least):
     assert (-rows % found) / found == min((-rows % n) / n for n in allowed) or rows <= least
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16, 24, 64, 100])
+@pytest.mark.parametrize("size", [0, 1, 5, 10])
+@pytest.mark.parametrize("last", [0, 1, 7, 200])
+def test_a_larger_group_of_rows_at_the_end(rows, size, last):
+    *others, end = tiles.row_groups(rows, size, last).sizes(rows)
+    assert sum(others) + end == rows
+    assert set(others) <= {max(size, 1)}
+    assert end == rows or max(last, size, 1) <= end < max(last, size, 1) + max(size, 1)
+
+
 def test_every_block_mask_has_the_backward():
     few, wide = (torch.empty(2, 64, *x, dtype=torch.bfloat16) for x in ((2, 128), (4, 192)))
     call, by_head = listed((128, 128, 1, 1)), listed((128, 128, 1, 4))
@@ -223,7 +233,10 @@ def test_columns_are_cut_into_powers_of_two(d, expected):
 
 def test_short_calls_have_their_own_rows():
     assert tiles.forward_tile(64, 64, banded=True, keys=1024).warpgroups == 2
-    assert tiles.forward_tile(64, 64, banded=False, keys=577).warpgroups == 2
+    assert tiles.forward_tile(64, 64, banded=True, keys=577).programs == 3
+    assert tiles.forward_tile(64, 64, banded=False, keys=577).programs == 2
+    assert tiles.forward_tile(64, 64, banded=True, keys=None, window=100).programs == 1  # pages
+    assert tiles.forward_tile(128, 128, banded=False, keys=1025).q_stages == 2
     assert tiles.forward_tile(64, 64, banded=False, keys=1024).warpgroups == 3
     assert not tiles.forward_tile(64, 64, banded=False, keys=2048).lazy_rescale
     assert tiles.forward_tile(64, 64, banded=False, keys=4096).lazy_rescale
