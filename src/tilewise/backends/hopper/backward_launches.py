@@ -250,7 +250,8 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
             schedule.rows,
             schedule.tiles_per_row,
         ),
-        *(size.kv_heads * split.parts, size.batch, *schedule.groups),
+        *(size.kv_heads * split.parts, size.batch, schedule.groups.size),
+        None if config.DETERMINISTIC else schedule.groups.grouped,
         terms,
         device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N)).blocks if config.DETERMINISTIC else Blocks(),
     )

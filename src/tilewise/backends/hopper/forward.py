@@ -430,8 +430,6 @@ def forward_kernel(
             SCORE_MOD,
             MASK_MOD,
         ),
-        TileScheduler(
-            counter, num_tiles, rows, tiles_per_row, heads, batch, rows_in_l2, rows // rows_in_l2 * rows_in_l2
-        ),
+        TileScheduler(counter, num_tiles, rows, tiles_per_row, heads, batch, rows_in_l2, None),
         CONFIG,
     )

@@ -63,7 +63,7 @@ class TileInfo(NamedTuple):
 class TileScheduler(NamedTuple):
     """`num_tiles` tiles: `tiles_per_row` for each of `rows` (batch, head) pairs. Programs draw them from `counter`.
     Of the first `grouped_rows` rows `rows_in_l2` are scheduled together: what they share fits into L2. The others are
-    scheduled together at the end."""
+    scheduled together at the end. None: all are grouped."""
 
     counter: tl.tensor
     num_tiles: tl.tensor
@@ -380,8 +380,11 @@ def tile_and_row(tile_id, scheduler):
     """
     grouped = scheduler.grouped_rows
     first = tile_id // (scheduler.rows_in_l2 * scheduler.tiles_per_row) * scheduler.rows_in_l2
-    size = tl.where(first < grouped, scheduler.rows_in_l2, scheduler.rows - grouped)
-    first = tl.minimum(first, grouped)
+    if grouped is None:
+        size = tl.minimum(scheduler.rows_in_l2, scheduler.rows - first)
+    else:
+        size = tl.where(first < grouped, scheduler.rows_in_l2, scheduler.rows - grouped)
+        first = tl.minimum(first, grouped)
     rest = tile_id - first * scheduler.tiles_per_row
     return scheduler.tiles_per_row - 1 - rest // size, first + rest % size
 
