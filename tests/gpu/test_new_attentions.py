@@ -227,6 +227,33 @@ def test_neighborhood() -> None:
     check(ours, x, seen)
 
 
+@pytest.mark.parametrize(("d", "heads", "kv_heads"), [(64, 4, 2), (128, 2, 2)])
+def test_neighborhood_in_boxes(d: int, heads: int, kv_heads: int) -> None:
+    """A grid of whole boxes: the Hopper forward reads it as it lies."""
+    torch.manual_seed(0)
+    rows = randn(2, 64 * 32, heads + 2 * kv_heads, d)  # strides of a joint projection
+    x = list(rows.split((heads, kv_heads, kv_heads), 2))
+
+    def near(length: int, size: int) -> Tensor:
+        at = torch.arange(length, device="cuda")
+        start = (at - size // 2).clamp(0, length - size)[:, None]
+        return (at >= start) & (at < start + size)
+
+    seen = (near(64, 7)[:, None, :, None] & near(32, 9)[None, :, None, :]).reshape(2048, 2048)
+
+    def ours(*leaves: Tensor) -> Tensor:
+        grids = (t.unflatten(1, (64, 32)) for t in leaves)
+        return sparse.neighborhood(*grids, kernel_size=(7, 9)).flatten(1, 2)
+
+    check(ours, x, seen)
+    clean = ours(*x)
+    spoilt = [t.clone() for t in x]
+    spoilt[1][:, 500] = spoilt[2][:, 700] = torch.nan
+    found, hit = ours(*spoilt), seen[:, 500] | seen[:, 700]
+    assert found[:, hit].isnan().any(-1).all()
+    torch.testing.assert_close(found[:, ~hit], clean[:, ~hit], rtol=0, atol=1e-2)
+
+
 def test_lists_of_a_block_mask_are_those_of_the_cpu() -> None:
     ids = torch.arange(1000) // 130
     masks = [tilewise.block_mask(mods.document(ids=x), 1000, 1000, causal=True) for x in (ids, ids.cuda())]

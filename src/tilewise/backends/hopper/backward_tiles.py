@@ -23,7 +23,6 @@ from .gluon_compat import (
 )
 from .key_parts import own_blocks, query_heads
 from .pipeline import (
-    Tokens,
     apply_mask_mod,
     make_mbarriers,
     next_tile_id,
@@ -31,6 +30,7 @@ from .pipeline import (
     tile_and_row,
     write_tile_info,
 )
+from .token_rows import Tokens
 
 BLOCK_M: gl.constexpr = gl.constexpr(64)
 
