@@ -202,6 +202,15 @@ def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor 
     return None, *grads, *(None,) * (len(tensors) - n)
 
 
+def first_gradients(request: Request, bwd_inputs: BackwardInputs) -> Any:
+    """dq, dk and dv of a call without other tensors that have gradients, differentiable again where torch asks for it.
+    Out and lse count as constants: the gradient with respect to q, k and v is the whole derivative."""
+    if not _is_higher_order(bwd_inputs.dout, *request[:3]):
+        return ops.registered("backward")(*bwd_inputs, *arguments(request))
+    wanted: Any = (True,) * 3
+    return FirstDerivative.apply(wanted, request.spec, *bwd_inputs, *request.tensors())  # type: ignore[no-untyped-call]
+
+
 class FirstDerivative(torch.autograd.Function):
     """The gradients of the kernels where torch might differentiate them again."""
 

@@ -53,6 +53,9 @@ class Spec(NamedTuple):
     partial: bool = False  # out and the gradients of q, k, v are parts of a sum: returned in float32
     max_logit: bool = False  # the largest score of each head is returned too
     precision: str | None = None  # "fp8": q, k and v are quantised first; forward only
+    # Tokens are a grid whose rows of the mask and of lse are counted box by box: lengths of its slow and fast axes,
+    # tokens between neighbours along them, and the fast axis' tokens of boxes of queries and of keys. Hopper's forward.
+    token_boxes: tuple[int, ...] = ()
 
     @staticmethod
     def of(
@@ -94,7 +97,7 @@ class Request(NamedTuple):
         cu_q, cu_k: int32 (B + 1,): offsets of packed sequences.
         seed: seed of dropout, one int64.
         mask: the tensors of the mask mod.
-        blocks: the tile lists of a block mask.
+        blocks: the tile lists of a block mask; and, if they are known, its bits on Hopper for forward and backward.
         position_offsets: int32 (B, 7), for a call that is a part of a larger one: see `POSITION_OFFSETS`.
     """
 

@@ -131,6 +131,11 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
     raise AttentionError("backend", shown(name), " or ".join(map(repr, NAMES)))
 
 
+def chosen_supports(request: Request, variant: Request) -> bool:
+    """Whether the backend of a call supports a variant of it too."""
+    return choose(request).backend.unsupported(variant, gpu_of(variant.q.device)) is None
+
+
 def kv_backend(request: Any) -> KvBackend:
     """What runs a KvRequest, or the `WrittenTokens` of an append."""
     backend = choose(request).backend.kv

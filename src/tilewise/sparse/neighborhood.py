@@ -18,9 +18,15 @@ import torch
 from torch import Tensor
 
 from ..api import attention
+from ..autograd import first_gradients
+from ..backends.registry import chosen_supports
 from ..errors import AttentionError, shown
 from ..mods import BlockMask, block_mask, mask_mod
-from ..torch_internals import constant
+from ..ops.dense import registered
+from ..options import Options
+from ..request import BackwardInputs, Request, Spec, arguments
+from ..torch_internals import constant, is_cast, is_eager
+from ..validation.dense import checked_request
 
 TILE = 128  # tokens of a box: those of a block mask's tile
 LAYOUTS = 64  # grids whose permutation and mask are kept
@@ -66,13 +72,15 @@ class Axis(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The orders of queries and of keys in their boxes, the inverses, and the mask in these orders."""
+    """The orders of queries and of keys in their boxes, the inverses, the mask in these orders, and
+    `Spec.token_boxes`, () if the boxes do not divide the grid."""
 
     queries: Tensor
     queries_inverse: Tensor
     keys: Tensor
     keys_inverse: Tensor
     mask: BlockMask
+    token_boxes: tuple[int, ...]
 
 
 def neighborhood(
@@ -128,6 +136,13 @@ def neighborhood(
         shaped: Tensor = attention(*rows, scale=scale, backend=backend).unflatten(1, space)
         return shaped
     layout = Layout(*_layout(windows, str(q.device)))
+    if layout.token_boxes and q.is_cuda and is_eager() and not is_cast(q, k, v):
+        options: Options = {"mask_mod": layout.mask, "scale": scale, "backend": backend}
+        request = checked_request(rows[0], rows[1], rows[2], (), (), options)
+        spec = request.spec._replace(token_boxes=layout.token_boxes)
+        if chosen_supports(request, request._replace(spec=spec)):
+            in_place: Tensor = InBoxes.apply(spec, windows, *request[:3]).unflatten(1, space)  # type: ignore[no-untyped-call]
+            return in_place
     query_rows = _permuted(rows[0], layout.queries, layout.queries_inverse)
     key_rows = [_permuted(x, layout.keys, layout.keys_inverse) for x in rows[1:]]
     out: Tensor = attention(query_rows, *key_rows, mask_mod=layout.mask, scale=scale, backend=backend)
@@ -167,6 +182,52 @@ class Permute(torch.autograd.Function):
         return _permuted(tangent, *ctx.saved_tensors)
 
 
+class InBoxes(torch.autograd.Function):
+    """out (B, S, H, Dv). The forward's TMA reads boxes of tokens where they lie; the backward permutes."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Spec, windows: tuple[Window, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        request = _request(windows, spec, q, k, v)
+        out: Tensor
+        out, lse = registered("forward")(*arguments(request))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.spec, ctx.windows = spec._replace(token_boxes=()), windows
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        layout = _kept_layout(ctx.windows, str(q.device))
+        orders = (layout.queries, layout.queries_inverse), (layout.keys, layout.keys_inverse)
+        rows = [_permuted(x, *orders[is_key]) for x, is_key in ((q, False), (k, True), (v, True))]
+        request = _request(ctx.windows, ctx.spec, *rows)
+        out, dout = _permuted(out.detach(), *orders[0]), _permuted(dout, *orders[0])
+        grads = first_gradients(request, BackwardInputs(out, lse, dout, None))
+        found = zip(grads, (False, True, True), strict=True)
+        return None, None, *(_permuted(g, *orders[is_key][::-1]) for g, is_key in found)
+
+
+def _request(windows: tuple[Window, ...], spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> Request:
+    """The request of a call with a layout's mask, whose bits are computed once."""
+    device = str(q.device)
+    mask = _kept_layout(windows, device).mask
+    return Request(q, k, v, spec, mask=mask.mod.tensors, blocks=(*mask.lists, *_kept_words(windows, device)))
+
+
+@lru_cache(LAYOUTS)
+def _kept_words(windows: tuple[Window, ...], device: str) -> tuple[Tensor, ...]:
+    """The bits of a layout's mask for the Hopper kernels, () if they are too many."""
+    from ..backends.hopper.mask_words import evaluated_words
+
+    mask = _kept_layout(windows, device).mask
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+        q = torch.empty(1, mask.shape[2], 1, 8, dtype=torch.bfloat16, device=device)
+        request = checked_request(q, q, q, (), (), {"mask_mod": mask})
+        found = evaluated_words(request) or ()
+        torch.cuda.current_stream().synchronize()  # calls on other streams will read them
+    return found
+
+
 @constant
 def _layout(windows: tuple[Window, ...], device: str) -> tuple[Any, ...]:
     return tuple(_kept_layout(windows, device))
@@ -190,7 +251,23 @@ def _kept_layout(windows: tuple[Window, ...], device: str) -> Layout:
         tokens = prod(window.length for window in windows)
         mask = block_mask(NEAR[len(windows)](*tables), tokens, tokens)
         places, inverses = zip(*((x.to(device), x.argsort().to(device)) for x in (queries, keys)), strict=True)
-        return Layout(places[0], inverses[0], places[1], inverses[1], mask)
+        token_boxes = _token_boxes(windows, digits, query_box, key_box)
+        return Layout(places[0], inverses[0], places[1], inverses[1], mask, token_boxes)
+
+
+def _token_boxes(
+    windows: Sequence[Window], digits: Sequence[int], query_box: Sequence[int], key_box: Sequence[int]
+) -> tuple[int, ...]:
+    """`Spec.token_boxes`, or (): TMA reads boxes of a two-dimensional grid, whole ones, 2 to 32 tokens wide."""
+    fits = len(windows) == 2 and all(
+        w.dilation == 1 and w.length % a == 0 and w.length % b == 0
+        for w, a, b in zip(windows, query_box, key_box, strict=True)
+    )
+    slow, fast = digits if fits else (0, 0)
+    if not fits or max(query_box[fast], key_box[fast]) > TILE // 4 or min(query_box[fast], key_box[fast]) < 2:
+        return ()
+    steps = windows[1].length, 1
+    return windows[slow].length, windows[fast].length, steps[slow], steps[fast], query_box[fast], key_box[fast]
 
 
 def _order(places: Sequence[Tensor], box: Sequence[int], digits: Sequence[int]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tilewise_lab.fuzz import kv
+from tilewise_lab.fuzz import kv, sparse
 from tilewise_lab.fuzz.twins import MASK, SCORE, Twin
 
 FORWARD = ("call", "no_grad", "inference", "vmap")  # modes that ask for no derivative
@@ -161,13 +161,15 @@ def _frozen(x: Any) -> Any:
     return tuple(map(_frozen, x)) if isinstance(x, list) else x
 
 
-def code(case: Case | kv.KvCase, poisoned: dict[str, list[tuple[int, ...]]] | None = None) -> str:
+def code(case: Case | kv.KvCase | sparse.SparseCase, poisoned: dict[str, list[tuple[int, ...]]] | None = None) -> str:
     """The Python of a case, which leaves `outs` and, where derivatives are asked for, `grads`.
 
     poisoned: rows of k and v that hold what `case.hidden` says.
     """
     if isinstance(case, kv.KvCase):
         return kv.code(case)
+    if isinstance(case, sparse.SparseCase):
+        return sparse.code(case)
     lines = ["import torch, tilewise"]
     call = _call(case)
     fixed = _fixed(case)

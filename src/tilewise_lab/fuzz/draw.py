@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tilewise_lab.fuzz import kv
+from tilewise_lab.fuzz import kv, sparse
 from tilewise_lab.fuzz.bad import BAD
 from tilewise_lab.fuzz.case import FORWARD, Case
 from tilewise_lab.fuzz.twins import MASK, SCORE
@@ -64,6 +64,14 @@ def draw_kv(seed: int, number: int, where: Where) -> kv.KvCase:
     if case.mode == "compile" and case.mask_mod == "tree":  # which reads its tree on the host
         case = replace(case, mode="call")
     return replace(case, seed=r.randrange(10_000), backend=where.backend, device=where.device)
+
+
+def draw_sparse(seed: int, number: int, where: Where) -> sparse.SparseCase:
+    """The same of a call of `tilewise.sparse`."""
+    r = random.Random(f"sparse {seed} {number} {where}")
+    case = sparse.draw(r, where.dtypes, where.interpreted)
+    backend = "auto" if where.backend == "hopper" else where.backend  # nsa and topk take no such name
+    return replace(case, seed=r.randrange(10_000), backend=backend, device=where.device)
 
 
 def _attention(r: random.Random, where: Where) -> Case:

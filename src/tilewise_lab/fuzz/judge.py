@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from tilewise import AttentionError
-from tilewise_lab.fuzz import kv_oracle, oracle
+from tilewise_lab.fuzz import kv_oracle, oracle, sparse
 from tilewise_lab.fuzz.case import FORWARD, Case, code
 from tilewise_lab.fuzz.kv import KvCase
 
+Fault = tuple[str, str]
 DRAWS, DEVIATIONS = 4, 8.0
 
 # Correct calls that a backend may refuse: (backends, text of the refusal). The table is in docs/compatibility.md.
@@ -46,7 +47,7 @@ class Verdict(NamedTuple):
         return self.kind not in ("", "refused")
 
 
-def judge(case: Case | KvCase) -> Verdict:
+def judge(case: Case | KvCase | sparse.SparseCase) -> Verdict:
     """Run a case and say what is wrong with it."""
     text = code(case)
     try:
@@ -68,7 +69,7 @@ def judge(case: Case | KvCase) -> Verdict:
         return Verdict("raised", f"raised {type(error).__name__} {where}", said, text)
     if case.bad is not None:
         return Verdict("accepted", f"accepted {case.bad[0]}", f"{case.bad[0]}={case.bad[1]} was accepted", text)
-    fault = kv_oracle.fault(case, found) if isinstance(case, KvCase) else _fault(case, found)
+    fault = fault_of(case, found)
     if fault is None and case.deterministic:
         again = executed(text)
         if not all(torch.equal(a, b) for a, b in zip(found["outs"], again["outs"], strict=True)):
@@ -76,6 +77,13 @@ def judge(case: Case | KvCase) -> Verdict:
     if fault is None:
         return Verdict()
     return Verdict("wrong", f"wrong {_words(fault[1].partition(':')[0])}", fault[1], text)
+
+
+def fault_of(case: Case | KvCase | sparse.SparseCase, found: dict[str, Any]) -> Fault | None:
+    """The first result that is wrong, and how."""
+    if isinstance(case, KvCase):
+        return kv_oracle.fault(case, found)
+    return sparse.fault(case, found) if isinstance(case, sparse.SparseCase) else _fault(case, found)
 
 
 OTHER_LIBRARIES = ("is_causal", "attn_mask", "softmax_scale", "enable_gqa")
@@ -108,9 +116,6 @@ def _where(error: Exception) -> str:
 
 def _words(said: str) -> str:
     return re.sub(r"-?\d[\d.]*(e[+-]?\d+)?", "#", said)[:80]
-
-
-Fault = tuple[str, str]
 
 
 def _fault(case: Case, found: dict[str, Any]) -> Fault | None:

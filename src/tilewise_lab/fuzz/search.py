@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewise_lab.fuzz.draw import Where, draw, draw_kv
+from tilewise_lab.fuzz.draw import Where, draw, draw_kv, draw_sparse
 from tilewise_lab.fuzz.judge import Verdict
 from tilewise_lab.fuzz.shrink import AnyCase, shrink
 
@@ -48,7 +48,8 @@ class Search:
         """Goes on until the time or the cases are spent; yields after each case what is new, or None."""
         until = None if seconds is None else time.monotonic() + seconds
         while (until is None or time.monotonic() < until) and (cases is None or self.cases < cases):
-            case = (draw_kv if self.cases % 4 == 3 else draw)(self.seed, self.cases, self.where)
+            makes: tuple[Callable[..., AnyCase], ...] = draw, draw, draw_sparse, draw_kv, draw
+            case = makes[self.cases % 5](self.seed, self.cases, self.where)
             self.cases += 1
             verdict = self.judge(case)
             self.kinds["bad input" if case.bad else verdict.kind or "right"] += 1

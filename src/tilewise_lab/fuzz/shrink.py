@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tilewise_lab.fuzz import kv
+from tilewise_lab.fuzz import kv, sparse
 from tilewise_lab.fuzz.case import Case
 from tilewise_lab.fuzz.judge import Verdict
 
-AnyCase = Case | kv.KvCase
+AnyCase = Case | kv.KvCase | sparse.SparseCase
 SIMPLEST = Case()
 OPTIONS = (
     "bias", "alibi", "sinks", "score_mod", "mask_mod", "block", "dropout_p", "softcap", "hidden", "window", "causal",
@@ -28,7 +28,7 @@ def shrink(
     smaller = True
     while smaller:
         smaller = False
-        for candidate in kv.candidates(case) if isinstance(case, kv.KvCase) else candidates(case):
+        for candidate in simpler(case):
             if time.monotonic() > until:
                 return case, verdict
             found = judge(candidate)
@@ -36,6 +36,12 @@ def shrink(
                 case, verdict, smaller = candidate, found, True
                 break
     return case, verdict
+
+
+def simpler(case: AnyCase) -> Iterator[AnyCase]:
+    if isinstance(case, kv.KvCase):
+        return kv.candidates(case)
+    return sparse.candidates(case) if isinstance(case, sparse.SparseCase) else candidates(case)
 
 
 def candidates(case: Case) -> Iterator[Case]:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .device.mask import in_window, mask_mod_visible
+from .device.gradients import recompute_p
+from .device.mask import visible
 from .device.matmul import dot, dot_nt, raise_flag
-from .device.score import dropout, scores_and_derivative, times_derivative
-from .device.softmax import log2_scale
+from .device.score import dropout, times_derivative
 from .device.structs import ANY_SIZE, LOG2E, Grid, Pairs, Rows, ScoreParams, Sequences
 from .device.tile_io import load_rows, row_pointers, store_rows
 from .device.tile_range import key_range, locate, loop_range, tile_at
@@ -56,29 +56,30 @@ def jvp_tile(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN_SAF
     acc = tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV], 0.0, tl.float32)
     lo, hi = loop_range(span, w, w.h, terms.blocks, STEP)
     for at in tl.range(lo, hi, STEP, num_stages=1 if NAN_SAFE else None, disable_licm=True):
-        first, _, _ = tile_at(at, span, terms.blocks, STEP, NAN_SAFE)
+        first, edge, partial = tile_at(at, span, terms.blocks, STEP, NAN_SAFE)
         j = first + tl.arange(0, STEP)
         k_rows = Rows(tensors.k, w.b, h_kv, w.k0, first, w.n_k)
         dk_rows = Rows(tensors.dk, w.b, h_kv, w.k0, first, w.n_k)
-        k_tile = load_rows(k_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, False)
-        dk_tile = load_rows(dk_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, False)
+        k_tile = load_rows(k_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+        dk_tile = load_rows(dk_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
         product = dot_nt(q_tile, k_tile, q_rows, k_rows, CONFIG.D, CONFIG)
         ds = dot_nt(dq_tile, k_tile, dq_rows, k_rows, CONFIG.D, CONFIG)
         ds += dot_nt(q_tile, dk_tile, q_rows, dk_rows, CONFIG.D, CONFIG)
         ds *= rate
         pairs = Pairs(w, w.h, i[:, None], j[None, :])
-        s, derivative = scores_and_derivative(product, pairs, params.scale, terms, params.SCORE_MOD, CONFIG.FOLD)
-        sees = in_window(i[:, None], j[None, :], w, params.before, params.after)
-        if params.MASK_MOD is not None:
-            sees &= mask_mod_visible(pairs, terms, params.MASK_MOD)
-        p = tl.where(sees, tl.exp2(s * log2_scale(params.scale, CONFIG.FOLD) - lse2_i[:, None]), 0.0)
-        pds = tl.where(sees, times_derivative(p, derivative, terms) * ds, 0.0)
+        p, derivative = recompute_p(product, pairs, lse2_i[:, None], edge, partial, params, CONFIG.FOLD)
+        pds = times_derivative(p, derivative, terms) * ds
+        sees = None
+        if NAN_SAFE:
+            sees = visible(pairs, params)
+            p = tl.where(sees, p, 0.0)
+            pds = tl.where(sees, pds, 0.0)
         dlse += tl.sum(pds, 1)
-        if not NAN_SAFE:
-            sees = None
-        v_tile = load_rows(Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k), CONFIG.DV, STEP, CONFIG.BLOCK_DV, False)
+        v_rows = Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k)
+        v_tile = load_rows(v_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
         acc = dot(dropout(pds, pairs, terms).to(v_tile.dtype), v_tile, acc, sees, CONFIG)
-        dv_tile = load_rows(Rows(tensors.dv, w.b, h_kv, w.k0, first, w.n_k), CONFIG.DV, STEP, CONFIG.BLOCK_DV, False)
+        dv_rows = Rows(tensors.dv, w.b, h_kv, w.k0, first, w.n_k)
+        dv_tile = load_rows(dv_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
         acc = dot(dropout(p, pairs, terms).to(v_tile.dtype), dv_tile, acc, sees, CONFIG)
     return dlse, acc
 

@@ -10,7 +10,7 @@ from ...request import Request
 from .clear import clear_launches
 from .jvp import JvpTensors, jvp_kernel
 from .kernel_arguments import call_shape, device_terms, folded, lacks_jvp, mask_mod, sequences_and_window, view
-from .kernel_config import flag_count, launch_options, tile_of
+from .kernel_config import flag_count, is_even, launch_options, tile_of
 from .launch import DeviceMemory, Launch, Memory, Target, can_overlap, target_of
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
@@ -64,5 +64,13 @@ def jvp_launch(
             *size.grid(size.n_q, size.heads, tile.block_m),
             device_terms(request, gpu, tile.block),
         ),
-        launch_options(request, tile, gpu, **scoring, MASK_MOD=mask_mod(request), OVERLAP=can_overlap(gpu)),
+        launch_options(
+            request,
+            tile,
+            gpu,
+            **scoring,
+            MASK_MOD=mask_mod(request),
+            EVEN=is_even(size, size.n_k, tile.block_n),
+            OVERLAP=can_overlap(gpu),
+        ),
     )

@@ -139,7 +139,7 @@ def _blocks(request: Request, tile: tuple[int, int], by_key: bool) -> device.Blo
     log_q, log_k = block_q.bit_length() - 1, block_k.bit_length() - 1
     if block_q % tile[0] or block_k % tile[1] or (1 << log_q, 1 << log_k) != (block_q, block_k):
         raise AttentionError("tiles of the block mask", (block_q, block_k), f"powers of two from {tile} on")
-    offsets, entries = request.blocks[2:] if by_key else request.blocks[:2]
+    offsets, entries = request.blocks[2:4] if by_key else request.blocks[:2]
     own, other = (log_k, log_q) if by_key else (log_q, log_k)
     rows = 16 * ((offsets.shape[0] - 1) // (batch * heads))
     head_rows = rows if heads > 1 else 0

@@ -33,8 +33,9 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pipeline import Tokens, make_mbarriers, phase, store_global, tma_coordinates
+from .pipeline import make_mbarriers, phase
 from .register_order import from_register_order, in_register_order
+from .token_rows import Tokens, store_global, tma_coordinates
 
 OWN: gl.constexpr = gl.constexpr(64)  # rows of a program
 OTHER: gl.constexpr = gl.constexpr(32)  # rows of the other side at a time

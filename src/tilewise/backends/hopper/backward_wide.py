@@ -71,15 +71,14 @@ from .gluon_compat import (
 )
 from .key_parts import part_tile, store_key_part
 from .pipeline import (
-    Tokens,
     make_tile_info,
     phase,
     read_tile_info,
     release_tile_info,
-    tma_coordinates,
     wait_tile_info,
 )
 from .register_order import from_register_order, in_register_order
+from .token_rows import Tokens, tma_coordinates
 
 # named barriers of both warpgroups
 P_STORED: gl.constexpr = gl.constexpr(8)

@@ -15,7 +15,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pipeline import tma_coordinates
+from .token_rows import tma_coordinates
 
 
 @gluon.jit

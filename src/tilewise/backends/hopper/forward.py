@@ -60,7 +60,6 @@ from .pipeline import (
     Pipeline,
     TileInfo,
     TileScheduler,
-    Tokens,
     allocate_tiles,
     cache_length,
     cache_row,
@@ -83,6 +82,7 @@ from .pipeline import (
     wait_tile_info,
     write_tile_info,
 )
+from .token_rows import Tokens
 
 
 class Params(NamedTuple):

@@ -16,9 +16,10 @@ from ..common.device.structs import LOG2E, Pairs
 from ..common.device.tile_io import row_pointers
 from .dropout import kept_weights, query_words
 from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
-from .gluon_compat import barrier, column_indices, gl, gluon, opaque, opaque64, tma_stores_done
+from .gluon_compat import barrier, column_indices, gl, gluon, opaque, tma_stores_done
 from .mask_words import key_block, part_of
-from .pipeline import Tokens, first_key, key_blocks, read_tile_info, store_global, tensor_of
+from .pipeline import first_key, key_blocks, read_tile_info
+from .token_rows import Tokens, global_rows, store_global, tensor_of
 
 # keys and columns of V at a time: few registers
 REPAIR_KEYS: gl.constexpr = gl.constexpr(16)
@@ -150,10 +151,3 @@ def add_value(acc, p, start, j, w, column, v, CONFIG: gl.constexpr):
     row = global_rows(v, w.b, w.h // CONFIG.GROUP, w.k0, j)
     value = gl.load(row + columns, mask=(columns < v.columns) & (j < w.n_k), other=0.0).to(gl.float32)
     return gl.where(p_column >= 0.0, acc + p_column * value[None, :], acc)
-
-
-@gluon.jit
-def global_rows(x, b, h, start, i):
-    """Pointers to the rows i of the sequence that starts at row `start`."""
-    offset = tl.cast(b, tl.int64) * x.strides[0] + tl.cast(h, tl.int64) * x.strides[2]
-    return x.ptr + opaque64(offset + (tl.cast(start, tl.int64) + tl.cast(i, tl.int64)) * x.strides[1])

@@ -29,7 +29,8 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pipeline import Tokens, apply_mask_mod, stage_tile, store_global, tma_coordinates
+from .pipeline import apply_mask_mod, stage_tile
+from .token_rows import Tokens, store_global, tma_coordinates
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wgmma
 

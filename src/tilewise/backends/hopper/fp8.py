@@ -12,7 +12,7 @@ import triton.language as tl
 from ..common.device.fp8 import padded_block
 from ..common.device.structs import LN2, PAD
 from .gluon_compat import gl, gluon
-from .pipeline import Tokens
+from .token_rows import Tokens
 
 LOG2_448: tl.constexpr = tl.constexpr(8.807354922057604)
 

@@ -12,8 +12,8 @@ import triton.language as tl
 from ..common.device.structs import PAD
 from .column_parts import flag_nonfinite, scaled, store_parts, total
 from .gluon_compat import gl, gluon, opaque
-from .pipeline import Tokens
 from .register_order import register_order_pointers
+from .token_rows import Tokens
 
 
 class Parts(NamedTuple):

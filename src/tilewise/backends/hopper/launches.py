@@ -1,7 +1,7 @@
 """From a request to the launches of the Hopper forward: TMA descriptors, the tile schedule, the compile-time config."""
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,9 @@ from .forward_repair import RepairPointers
 from .forward_tiles import ROWS, ForwardConfig
 from .gluon_compat import TensorDescriptor, gl
 from .mask_words import new_words, with_words, words_launches
-from .pipeline import TMA_EXTENT, CachePointers, GlobalTensor, KvCache
+from .pipeline import CachePointers, KvCache
 from .support import GPU, is_uneven
+from .token_rows import TMA_EXTENT, GlobalTensor
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
@@ -112,8 +113,14 @@ def forward_launches(
     config = forward_config(size, sequence_keys(size), request.spec, request.bias is not None)._replace(**overrides)
     splits_columns = ROWS.value * config.WARPGROUPS > config.BLOCK_M
     v_parts = (2 * config.BLOCK_DV,) if splits_columns else config.HEAD_PARTS
-    kv = *column_descriptors(request.k, config.BLOCK_N), *part_descriptors(request.v, config.BLOCK_N, v_parts)
-    operands = Operands((*column_descriptors(request.q, ROWS.value), *kv))
+    queries, keys = boxes_of(request.spec)
+    operands = Operands(
+        (
+            *column_descriptors(request.q, ROWS.value, boxes=queries),
+            *column_descriptors(request.k, config.BLOCK_N, boxes=keys),
+            *part_descriptors(request.v, config.BLOCK_N, v_parts, boxes=keys),
+        )
+    )
     return [forward_launch(request, operands, (out, lse, max_logit), state, num_sms, size, config)]
 
 
@@ -172,7 +179,7 @@ def forward_launch(
     args = (
         *operands.descriptors,
         # with float32 results only the dtype of this descriptor is used, that of P
-        descriptor(q if spec.partial else out, ROWS.value, config.BLOCK_DV // config.O_STORES),
+        descriptor(q if spec.partial else out, ROWS.value, config.BLOCK_DV // config.O_STORES, boxes_of(spec)[0]),
         *(float32_output(out, spec), lse, state.counter),
         *(repair, max_logit),
         *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
@@ -251,28 +258,53 @@ def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool
     )
 
 
+class Boxes(NamedTuple):
+    """A grid of tokens that are counted box by box (`token_rows.grid_place`): lengths of the slow and of the fast axis,
+    tokens between neighbours along them, and tokens of a box along the fast axis."""
+
+    slow: int
+    fast: int
+    slow_step: int
+    fast_step: int
+    width: int
+
+
+def boxes_of(spec: Spec) -> tuple[Boxes | None, Boxes | None]:
+    """The boxes of queries and of keys."""
+    if not spec.token_boxes:
+        return None, None
+    slow, fast, slow_step, fast_step, *widths = spec.token_boxes
+    queries, keys = (Boxes(slow, fast, slow_step, fast_step, width) for width in widths)
+    return queries, keys
+
+
 def column_descriptors(
-    x: Tensor, rows: int, is_cache: bool = False
+    x: Tensor, rows: int, is_cache: bool = False, boxes: Boxes | None = None
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """The descriptors of one or two parts of the columns, in boxes of `rows` rows; the second is None for one part."""
-    return part_descriptors(x, rows, tiles.widths(x.shape[-1]), is_cache)
+    return part_descriptors(x, rows, tiles.widths(x.shape[-1]), is_cache, boxes)
 
 
 def part_descriptors(
-    x: Tensor, rows: int, parts: tuple[int, ...], is_cache: bool = False
+    x: Tensor, rows: int, parts: tuple[int, ...], is_cache: bool = False, boxes: Boxes | None = None
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """The same for parts of these widths."""
-    make = packed_descriptor if is_cache else descriptor
+    make = packed_descriptor if is_cache else partial(descriptor, boxes=boxes)
     first, *rest = (make(x, rows, width) for width in parts)
     return first, rest[0] if rest else None
 
 
-def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+def descriptor(x: Tensor, rows: int, width: int, boxes: Boxes | None = None) -> TensorDescriptor:
     """The descriptor of a (batch, token, head, dim) or packed (token, head, dim) tensor; see
-    `pipeline.tma_coordinates`."""
+    `token_rows.tma_coordinates`."""
     if x.dim() == 3:
         return packed_descriptor(x, rows, width)
     batch, token, head, one = x.stride()
+    if boxes is not None:
+        part = (1, 1, rows // boxes.width, boxes.width, width)
+        shape = [x.shape[0], x.shape[2], boxes.slow, boxes.fast, x.shape[3]]
+        strides = [batch, head, boxes.slow_step * token, boxes.fast_step * token, one]
+        return TensorDescriptor(x, shape, strides, list(part), layout(part, x.dtype))
     b, t, h, d = x.shape
     box = (1, 1, rows, width)
     return TensorDescriptor(x, [b, h, t, d], [batch, head, token, one], list(box), layout(box, x.dtype))

@@ -32,6 +32,7 @@ WARPGROUP_ROWS: tl.constexpr = tl.constexpr(64)
 WORDS: tl.constexpr = tl.constexpr(4)  # of a row of TILE keys
 MAX_WORDS = 1 << 24  # 64 MB; the forward evaluates the mod of longer lists itself
 ENDS: tl.constexpr = tl.constexpr(32)  # tiles at an end of a list that a warpgroup may leave out
+LISTS = 4  # tensors of a block mask before its words
 MIN_SHARING = 4  # (batch, head) rows that share a list, below which the forward evaluates the mod itself
 
 
@@ -171,6 +172,8 @@ def uses_words(request: Request) -> bool:
     """Whether the partial tiles of a call are evaluated ahead: several heads share them, and they are not too many."""
     if not request.blocks or request.position_offsets is not None:
         return False
+    if len(request.blocks) > LISTS:
+        return True
     _, _, lists_batch, lists_heads = request.spec.mask_block
     batch = request.q.shape[0] if request.cu_q is None else lists_batch
     shared = batch * request.q.shape[-2] >= MIN_SHARING * lists_batch * lists_heads
@@ -208,13 +211,16 @@ def new_words(request: Request, memory: Memory, by_key: bool = False) -> Tensor 
     """Memory for the words, in the forward followed by what becomes `mask_seen`; or None if the forward, or `by_key`
     the backward, evaluates the mod."""
     used = uses_words_by_key(request) if by_key else uses_words(request)
+    if used and len(request.blocks) > LISTS:
+        return request.blocks[LISTS + by_key]
     size = _size(request) + (0 if by_key else _flags(request)) if used else 0
     return memory.empty((size,), torch.int32) if used else None
 
 
 def words_launches(request: Request, words: Tensor | None, by_key: bool = False) -> list[Launch]:
-    """The launch that evaluates the partial tiles, if there are words; `by_key`: those of the lists of keys."""
-    if words is None:
+    """The launch that evaluates the partial tiles, if there are words and the call was not given them; `by_key`: those
+    of the lists of keys."""
+    if words is None or len(request.blocks) > LISTS:
         return []
     terms = device_terms(request, GPU, (TILE.value, TILE.value), by_key)
     terms = Terms(mask=terms.mask, blocks=terms.blocks, mask_seen=with_words(terms, request, words).mask_seen)
@@ -223,3 +229,17 @@ def words_launches(request: Request, words: Tensor | None, by_key: bool = False)
     programs = _flags(request)
     options = {"MASK_MOD": mask_mod(request), "BY_KEY": by_key, "num_warps": 1}
     return [Launch(mask_words_kernel, programs, args, options)]
+
+
+def evaluated_words(request: Request) -> tuple[Tensor, Tensor] | None:
+    """The words of a block mask that never changes, for the forward and the backward of every call that has it; None if
+    they are too many."""
+    if not 0 < _size(request) <= MAX_WORDS:
+        return None
+    device = request.q.device
+    forward = torch.empty(_size(request) + _flags(request), dtype=torch.int32, device=device)
+    backward = torch.empty(_size(request), dtype=torch.int32, device=device)
+    for words, by_key in ((forward, False), (backward, True)):
+        for launch in words_launches(request, words, by_key):
+            launch()
+    return forward, backward

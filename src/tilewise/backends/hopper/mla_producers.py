@@ -25,7 +25,8 @@ from .gluon_compat import (
     prefetch_l2,
     tma_load,
 )
-from .pipeline import Tokens, phase, tma_coordinates
+from .pipeline import phase
+from .token_rows import Tokens, tma_coordinates
 
 LATENT_ROWS: gl.constexpr = gl.constexpr(64)
 LATENT_KEYS: gl.constexpr = gl.constexpr(64)

@@ -12,22 +12,11 @@ import triton.language as tl
 from ..common.device.mask import mask_mod_visible
 from ..common.device.structs import Pairs, Work
 from ..common.device.tile_range import band, block_at, clamp, loop_range
-from .gluon_compat import (
-    arrive,
-    bar_arrive,
-    bar_sync,
-    column_indices,
-    gl,
-    gluon,
-    mbarrier,
-    opaque,
-    opaque64,
-    tma_load,
-)
+from .gluon_compat import arrive, bar_arrive, bar_sync, gl, gluon, mbarrier, opaque, tma_load
+from .token_rows import Tokens, tma_coordinates
 
 TILE_SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
 TILE_FIELDS: gl.constexpr = gl.constexpr(8)
-TMA_EXTENT: gl.constexpr = gl.constexpr(1 << 30)  # size of a packed descriptor's token axes
 # Triton compiles a kernel once for all values of these arguments. By default it compiles another one for 1 and for
 # multiples of 16, and always does for integers in a tuple: so they are arguments of their own (docs/gotchas.md).
 ANY_VALUE = {
@@ -73,23 +62,6 @@ class TileScheduler(NamedTuple):
     batch: tl.tensor
     rows_in_l2: tl.tensor
     grouped_rows: tl.tensor
-
-
-class Tokens(NamedTuple):
-    """The tokens of one sequence and head: `n` from token `start` of batch row b."""
-
-    b: tl.tensor
-    h: tl.tensor
-    start: tl.tensor
-    n: tl.tensor
-
-
-class GlobalTensor(NamedTuple):
-    """A tensor in global memory, if `ptr` is not None: strides of (batch, token, head), number of columns."""
-
-    ptr: tl.tensor = None
-    strides: tl.tuple = (0, 0, 0)
-    columns: tl.tensor = 0
 
 
 class CachePointers(NamedTuple):
@@ -184,20 +156,6 @@ def phase(n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def tma_coordinates(desc, tokens, row, column=0):
-    """Coordinates of row `row` and column `column` of `tokens`. Rows past the end read as zero and are not written.
-
-    A dense descriptor has the axes (batch, head, token, dim) and ends where the sequence ends. A packed one has
-    (TMA_EXTENT, TMA_EXTENT, head, TMA_EXTENT, dim) with the strides (-token, token, head, token, 1), modulo 2^64 bytes:
-    of the many coordinates of one row, these put the sequence's last row just before the end of the axis.
-    """
-    if len(desc.block_type.shape) == 4:
-        return [tokens.b, tokens.h, row, column]
-    else:
-        return [TMA_EXTENT, tokens.start + tokens.n, tokens.h, TMA_EXTENT - tokens.n + row, column]
-
-
-@gluon.jit
 def load_stage(pipe, n, x, tokens, row, STAGES: gl.constexpr):
     """Producer, use n: waits until the consumers have released use n - STAGES, then loads the tile from `row` on."""
     stage = n % STAGES
@@ -217,26 +175,6 @@ def load_tile(pipe, stage, x, tokens, row):
         mbarrier.expect(full, x[0].block_type.nbytes + x[1].block_type.nbytes)
         tma_load(x[0], tma_coordinates(x[0], tokens, row), full, pipe.parts[0].index(stage))
         tma_load(x[1], tma_coordinates(x[1], tokens, row, WIDTH), full, pipe.parts[1].index(stage))
-
-
-@gluon.jit
-def tensor_of(ptr, desc):
-    """The tensor at `ptr` that a TMA descriptor describes."""
-    if len(desc.block_type.shape) == 4:
-        return GlobalTensor(ptr, (desc.strides[0], desc.strides[2], desc.strides[1]), desc.shape[3])
-    else:
-        return GlobalTensor(ptr, (0, desc.strides[3], desc.strides[2]), desc.shape[4])
-
-
-@gluon.jit
-def store_global(out, x, tokens, first, column):
-    """Stores x at the rows `first` and on of `tokens` and the columns `column` and on."""
-    i = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-    c = column_indices(opaque(gl.to_tensor(column)), x)
-    offset = tl.cast(tokens.b, tl.int64) * out.strides[0] + tl.cast(tokens.h, tl.int64) * out.strides[2]
-    offset = offset + (tl.cast(tokens.start, tl.int64) + i.to(tl.int64)) * out.strides[1]
-    p = out.ptr + opaque64(offset)[:, None] + c[None, :]
-    gl.store(p, x.to(out.ptr.dtype.element_ty), mask=(i < tokens.n)[:, None] & (c < out.columns)[None, :])
 
 
 @triton.jit
@@ -320,10 +258,19 @@ def release(pipe, n, STAGES: gl.constexpr):
 @gluon.jit
 def stage_tile(tiles, n, STAGES: gl.constexpr):
     """The tile of use n as (rows, columns)."""
-    rank: gl.constexpr = len(tiles.shape)
+    COLUMNS: gl.constexpr = tiles.shape[-1]
     # a known 0 would keep all of a wgmma's descriptors in registers
     stage = opaque(gl.to_tensor(0)) if STAGES == 1 else n % STAGES
-    return tiles.index(stage).reshape([tiles.shape[rank - 2], tiles.shape[rank - 1]])
+    return tiles.index(stage).reshape([num_rows(tiles.shape), COLUMNS])
+
+
+@gluon.constexpr_function
+def num_rows(shape):
+    """Rows of each of the tiles that lie along the first axis."""
+    count = 1
+    for n in shape[1:-1]:
+        count *= n
+    return count
 
 
 @gluon.jit

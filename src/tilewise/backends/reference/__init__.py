@@ -23,7 +23,7 @@ class ReferenceBackend:
     kv: KvBackend | None = ReferenceCache()
 
     def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
-        return None
+        return "tokens in boxes" if request.spec.token_boxes else None
 
     def declines(self, request: Any, gpu: Gpu | None) -> str | None:
         return None

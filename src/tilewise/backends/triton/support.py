@@ -26,6 +26,8 @@ def unsupported(request: Request, gpu: Gpu | None) -> str | None:
         return "the GPU is older than Ampere (compute capability 8.0)"
     if gpu.kind == "hip" and gpu.arch not in AMD:
         return f"the GPU is a {gpu.arch}, of {' and '.join(AMD)}"
+    if isinstance(request, Request) and request.spec.token_boxes:
+        return "tokens in boxes"
     if isinstance(request, Request):
         return None if request.spec.precision is None else unsupported_fp8(request, gpu)
     return unsupported_cache(request)
