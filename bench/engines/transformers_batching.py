@@ -47,7 +47,8 @@ class Captures:
         from transformers.generation.continuous_batching import model_runner
 
         (runner,) = (x for x in vars(model_runner).values() if hasattr(x, "_capture_graph"))
-        capture, self.seconds = runner._capture_graph, []
+        capture = runner._capture_graph
+        self.seconds: list[float] = []
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
