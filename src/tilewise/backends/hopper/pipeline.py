@@ -330,6 +330,7 @@ def tile_and_row(tile_id, scheduler):
     if grouped is None:
         size = tl.minimum(scheduler.rows_in_l2, scheduler.rows - first)
     else:
+        grouped = opaque(grouped)
         size = tl.where(first < grouped, scheduler.rows_in_l2, scheduler.rows - grouped)
         first = tl.minimum(first, grouped)
     rest = tile_id - first * scheduler.tiles_per_row

@@ -55,6 +55,8 @@ FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
     (64, 64, None, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
     # with mods or a bias: of three warpgroups, with 160 registers each, alibi spills 204 bytes and a bias 2752
     (64, 64, None, False, False, ForwardTile(128, 2, ping_pong=True)),
+    # D 72, of the best peer: 64 x 256 1.10, packed 1.16; two programs of one warpgroup 0.85, 0.85
+    (72, 72, None, False, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
     # D 80, of the best peer: full 64 x 257 1.11, three warpgroups of 64 keys 1.05, two of 128 0.93; causal 32 x 693
     # 1.11, 1.01 (two of 128); D 96, causal 64 x 256: 0.92, 0.93
     (96, 96, 768, False, True, ForwardTile(64, 1, lazy_rescale=False, programs=2)),
