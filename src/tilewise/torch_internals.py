@@ -114,9 +114,10 @@ def is_eager() -> bool:
 def is_first_order() -> bool:
     """`is_eager` in a backward that torch does not differentiate again, and no profiler records. (One function: each
     function that every call passes through takes a microsecond.)"""
+    if torch.is_grad_enabled() or profiler_enabled():
+        return False
     is_dual = getattr(forward_ad, "_current_level", 0) >= 0
-    is_watched = is_dual or is_dynamo_compiling() or _modes() or _transform() is not None or profiler_enabled()
-    return not (is_watched or torch.is_grad_enabled())
+    return not (is_dual or is_dynamo_compiling() or _modes() or _transform() is not None)
 
 
 def is_cast(q: Any, k: Any, v: Any) -> bool:
