@@ -202,8 +202,10 @@ class RowGroups(NamedTuple):
 def row_groups(rows: int, size: int, last: int) -> RowGroups:
     """Groups of `size` rows; the last has `last` rows at least, if there are so many.
 
-    >>> row_groups(100, 8, 0), row_groups(100, 8, 10), row_groups(10, 4, 10).sizes(10)
-    (RowGroups(size=8, grouped=88), RowGroups(size=8, grouped=88), [10])
+    >>> row_groups(100, 8, 0), row_groups(100, 8, 10)
+    (RowGroups(size=8, grouped=88), RowGroups(size=8, grouped=88))
+    >>> row_groups(10, 4, 10).sizes(10)
+    [10]
     """
     size = max(1, min(size, rows))
     return RowGroups(size, max(0, rows - max(last, size)) // size * size)
