@@ -24,9 +24,10 @@ from .options import options_of
 from .request import Gpu, Request, gpu_of, has_triton
 from .validation import dense as checks
 
-# Batch and length: long, short, not a multiple of a tile. Kernels specialise on no more than that, and the backward on
-# whether there are many tiles of keys, as in the first, or few, as in the last, which has one KV head.
-SIZES = ((128, 4096), (2, 1024), (1, 1000))
+# Batch and length: long, three short ones (for which the Hopper forward has tiles of their own), not a multiple of a
+# tile. Kernels specialise on no more than that, and the backward on whether there are many tiles of keys, as in the
+# first, or few, as in the last, which has one KV head.
+SIZES = ((128, 4096), (2, 1024), (2, 512), (2, 256), (1, 1000))
 TENSORS = ("bias", "sinks", "alibi_slopes")
 WORKER = "import sys; from tilewise.warmup import compile_share; compile_share(sys.argv[1])"
 Progress = Callable[[int, int, str], None]

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import random
 import re
+from itertools import product
 from typing import Any
 
 import torch
 
+from tilewise.backends import registry
 from tilewise.backends.common.kernel_call import Placeholders, all_arguments, build_backward
 from tilewise.backends.common.launch import DeviceMemory, Target, parameters_of, sizes_of
 from tilewise.backends.common.offline import binary_for, specialised
@@ -20,6 +22,9 @@ from tilewise.backends.hopper.kv_launches import prefill_launch
 from tilewise.backends.triton import offline as portable
 from tilewise.kv_request import CachePlaces, KvRequest
 from tilewise.request import Gpu, Request, Spec
+from tilewise.warmup import Kind, _launches
+from tilewise_lab.bench.cases import Case
+from tilewise_lab.bench.shapes_compile import request_of
 
 SM_90 = Gpu("cuda", 90)
 
@@ -55,6 +60,19 @@ def caches(dim: int) -> list[int]:
         seen.add(specialised(90, prefill_launch(request, q.clone(), lse, state, 132)))
         found.append(len(seen))
     return found
+
+
+def not_warmed(dim: int, packed: bool, causal: bool) -> list[str]:
+    """Forward kernels of calls of many lengths that `tilewise.warmup` does not compile."""
+    kind = Kind(dim, dim, 8, 8, "bfloat16", packed, False, {"causal": causal})
+    warmed = _launches([kind], SM_90)
+    missed = []
+    for n in (64, 100, 300, 384, 500, 640, 700, 1000, 1152, 1500, 2048, 3000, 8192):
+        case = Case(2, n, 8, 8, dim, causal, lengths=(n, n) if packed else ())
+        for made in registry.launches_of(request_of(case), SM_90, False).values():
+            if specialised(90, made) not in warmed:
+                missed.append(f"{dim} {packed} {causal} {n}")
+    return missed
 
 
 SIZES = {"u64": 8, "s64": 8, "f64": 8, "b64": 8, "u32": 4, "s32": 4, "f32": 4, "b32": 4, "u16": 2, "b16": 2, "u8": 1}
@@ -113,4 +131,6 @@ if __name__ == "__main__":
         "narrow": counts(offline, False, 64, causal=True),
         "caches": [caches(64), caches(128)],
         "known": known(),
+        "not warmed": [x for dim in (64, 80, 128, 192) for kind in product((False, True), repeat=2)
+                       for x in not_warmed(dim, *kind)],
     }))  # fmt: skip

@@ -42,6 +42,10 @@ def test_short_causal_calls_of_narrow_heads_have_two_tiles_of_their_own(found: A
     assert counts[-1] == counts[0] + 2 + 2
 
 
+def test_warmup_compiles_the_forward_of_every_length(found: Any) -> None:
+    assert found["not warmed"] == []
+
+
 def test_numbers_of_pages_and_new_tokens_ask_for_no_more_kernels(found: Any) -> None:
     assert found["caches"] == [[1] * 20] * 2
 
