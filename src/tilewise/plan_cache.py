@@ -23,7 +23,7 @@ from .backends.registry import backward_backend, choose
 from .kv_formats import shares_memory
 from .kv_request import KV_TILE
 from .request import BackwardInputs, Request, num_differentiable
-from .torch_internals import PLAIN
+from .torch_internals import PLAIN, has_address
 
 MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
 MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
@@ -193,10 +193,7 @@ class CallPlan:
         is None, a tensor of a subclass, a zero tensor, a stack of gradients that autograd batches, or a view with the
         negative bit.
         """
-        try:
-            if type(dout) not in PLAIN or not dout.data_ptr() or dout.is_neg():
-                return None
-        except RuntimeError:  # it has no address
+        if not has_address(dout) or not dout.data_ptr() or dout.is_neg():
             return None
         key: tuple[Any, ...] = (None, *map(strides_of, saved), dout.stride(), None)
         if self.uses_tf32:
