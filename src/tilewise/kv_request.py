@@ -173,7 +173,7 @@ class KvRequest(NamedTuple):
 class AppendRequest(NamedTuple):
     """New tokens (B, Sn, Hk, D), or packed (T, Hk, D) with places.cu_new, and the caches that they are written to, at
     `slots` if given; and queries that are normalised and rotated with them into `rotated`. Scales by token and head are
-    written too."""
+    written too. `per_query`: the call has a query for each new token, at the same index."""
 
     k_new: Tensor
     v_new: Tensor
@@ -188,6 +188,7 @@ class AppendRequest(NamedTuple):
     k_scale: Scale = None
     v_scale: Scale = None
     norm: QkNorm | None = None
+    per_query: bool = False
 
 
 class WrittenTokens(NamedTuple):

@@ -82,7 +82,7 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         lengths, table, offsets = self.graph_memory
         lengths, table = lengths[:batch], table[:batch]
         lengths.copy_(forward_batch.seq_lens)
-        table.copy_(self.table(forward_batch, self.req_to_token.shape[1]))
+        self.table(forward_batch, self.req_to_token.shape[1], out=table)
         self.begin(lengths, table, offsets[: batch + 1], 1)
 
     def offsets(self, batch: int) -> Tensor:
@@ -91,10 +91,10 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
             self.one_each = torch.arange(2 * batch + 1, dtype=torch.int32, device=self.one_each.device)
         return self.one_each[: batch + 1]
 
-    def table(self, forward_batch: Any, tokens: int) -> Tensor:
+    def table(self, forward_batch: Any, tokens: int, out: Tensor | None = None) -> Tensor:
         """The page table for this many tokens of each sequence."""
         first = self.req_to_token[:, :tokens][:, :: self.page]  # of every page, the slot of its first token
-        found = first.index_select(0, forward_batch.req_pool_indices)
+        found = torch.index_select(first, 0, forward_batch.req_pool_indices, out=out)
         return found if self.page == 1 else found.floor_divide_(self.page)
 
     def begin(self, lengths: Tensor, table: Tensor, cu: Tensor, most: int) -> None:

@@ -109,6 +109,7 @@ def append_request(
         slots = slots.flatten().contiguous()
     rotary = options["rotary"]
     cu_q = None
+    per_query = q is not None and q.shape[:-2] == k_new.shape[:-2] and options["cu_seqlens_new"] is None
     if q is not None:
         cu_q = _queries(q, k_new, batch, options["cu_seqlens_q"])
     if rotary is not None:
@@ -120,7 +121,7 @@ def append_request(
     k_scale, v_scale = (checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v)))
     check_written_scale("k_scale", k_scale)
     check_written_scale("v_scale", v_scale)
-    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, None, k_scale, v_scale, norm)
+    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, None, k_scale, v_scale, norm, per_query)
 
 
 def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor | None:

@@ -14,12 +14,14 @@ from ..device.matmul import raise_flag
 from ..device.score import scores
 from ..device.softmax import log2_scale, rounding_correction, row_logsumexp, softmax_step
 from ..device.structs import Pairs, ScoreParams, Work
+from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .cache_tiles import KeyRange, key_offsets, key_places, load_pages, load_places, pages_of
 from .combine import (
     DividedItem,
     Partial,
     SplitSizes,
+    columns,
     combine_item,
     load_partial,
     merge,
@@ -47,6 +49,14 @@ from .schedule import RUNTIME_SIZES, load_item, load_split, split_counters, spli
 from .visibility import TreeMask, mask_pairs, pairs_seen, seen_by_all
 
 
+class NewTokens(NamedTuple):
+    """Keys and values of one new token of each sequence as views, and the lengths of sequences without it; or None."""
+
+    k: tl.tuple = None
+    v: tl.tuple = None
+    lengths: tl.tensor = None
+
+
 class DecodeConfig(NamedTuple):
     """What the decode kernel is compiled for.
 
@@ -69,6 +79,8 @@ class DecodeConfig(NamedTuple):
 
     OF_PREFIX: a work item has rows of all sequences of a group (`prefix`), which see the same keys. MERGE_PREFIX: the
     results over keys from item.start on are merged with those over the prefix before.
+
+    APPEND: the program that reads the last key of a sequence writes it first, from `NewTokens`.
     """
 
     GROUP: int
@@ -99,6 +111,7 @@ class DecodeConfig(NamedTuple):
     BLOCK_C: int
     OF_PREFIX: bool
     MERGE_PREFIX: bool
+    APPEND: bool
 
 
 @triton.jit
@@ -209,6 +222,33 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
 
 
 @triton.jit
+def write_head(x, cache, source, place, h, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Copy head h of the token `source` (batch row, index) of x to its place (page, offset) in the cache."""
+    d = tl.arange(0, BLOCK_D)
+    p = x.ptr + source[0].to(tl.int64) * x.strides[0] + source[1].to(tl.int64) * x.strides[1]
+    row = tl.load(p + h.to(tl.int64) * x.strides[2] + columns(x, d), mask=d < D, other=0.0)
+    p = cache.ptr + place[0].to(tl.int64) * cache.strides[0] + place[1].to(tl.int64) * cache.strides[1]
+    tl.store(p + h.to(tl.int64) * cache.strides[2] + columns(cache, d), row, mask=d < D)
+
+
+@triton.jit
+def write_new_token(new, cache, pages, item, split, head, num_pages, CONFIG: tl.constexpr):
+    """Write the last key of a sequence and its value, if they are new and this program reads them."""
+    j = item.n_k - 1
+    reads = (split.stop == item.num_chunks) & (j >= 0)
+    if tl.load(new.lengths + item.b, mask=reads, other=-2) == j:  # otherwise the cache is full
+        if CONFIG.PAGE_SIZE is None:
+            place = (pages, j)
+        else:
+            page = clamp(tl.load(pages + j // CONFIG.PAGE_SIZE), 0, num_pages - 1)
+            place = (page, j % CONFIG.PAGE_SIZE)
+        source = (item.b, item.q0)
+        write_head(new.k, cache.k, source, place, head, CONFIG.D, CONFIG.BLOCK_D)
+        write_head(new.v, cache.v, source, place, head, CONFIG.DV, CONFIG.BLOCK_DV)
+    tl.debug_barrier()
+
+
+@triton.jit
 def has_nan(flag, x):
     """Whether x has a nan, by way of a flag in memory (see `raise_flag`)."""
     tl.store(flag, 0.0)
@@ -234,6 +274,7 @@ def combine_last(buffers, item, split, head, sinks, sizes, CONFIG: tl.constexpr)
 def decode_kernel(
     q,
     cache,
+    new,
     buffers,
     tree,
     before,
@@ -281,6 +322,9 @@ def decode_kernel(
         empties = tl.load(buffers.schedule + 1).to(tl.int32)
     chunk = split.chunk
     partials = partials_of(buffers.workspace, sizes, CONFIG.DV)
+    pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
+    if CONFIG.APPEND:
+        write_new_token(new, cache, pages, item, split, head, num_pages, CONFIG)
     while chunk < split.stop:
         stop = split.stop
         if CONFIG.FIXED_SPLIT:
@@ -291,7 +335,6 @@ def decode_kernel(
         first_key, hi = visible_keys(item, before, after, CONFIG)
         lo = tl.maximum((item.first_chunk + chunk) * chunk_size, first_key // CONFIG.BLOCK_N * CONFIG.BLOCK_N)
         hi = tl.minimum(hi, (item.first_chunk + stop) * chunk_size)
-        pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
         keys = KeyRange(cache, pages, num_pages, item.start, first_key, lo, hi)
         page = load_pages(keys, lo, CONFIG.PAGE_SIZE, CONFIG.BLOCK_N)  # before the queries: keys wait for both
         k_scale = 1.0

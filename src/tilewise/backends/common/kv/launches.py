@@ -31,7 +31,7 @@ from .append import (
 )
 from .cache_tiles import KvCacheView
 from .combine import Buffers, CombineConfig, combine_kernel
-from .decode import DecodeConfig, decode_kernel
+from .decode import DecodeConfig, NewTokens, decode_kernel
 from .partition import ITEM, KvTile, Partition
 from .schedule import ScheduleConfig, Sequences, schedule_kernel
 
@@ -245,6 +245,7 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
         BLOCK_C=max(1, FUSED // (block_r * padded(dim_v))),
         OF_PREFIX=part.queries is not None,
         MERGE_PREFIX=part.prefix is not None,
+        APPEND=call.append is not None,
     )
     table_stride = 0 if places.table is None else places.table.stride(0)
     queries = q if part.queries is None else part.queries
@@ -256,6 +257,7 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
             *(view(k_words), view(v_words), places.table, places.indptr, places.rows),
             *(scale_of(request.k_scale), scale_of(request.v_scale)),
         ),
+        new_tokens(call),
         buffers_of(call, part.prefix),
         request.tree,
         *(spec.before, spec.after, scale),
@@ -271,6 +273,25 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
     shape = {"num_warps": partition.tile.warps, "num_stages": partition.tile.stages}
     attend = Launch(decode_kernel, partition.programs, args, kernel_options(config, **mods, **shape))
     return [attend] if config.FUSED else [attend, combine_launch(call, terms, partition, target, part.prefix)]
+
+
+def new_tokens(call: KvCall) -> NewTokens:
+    if call.append is None:
+        return NewTokens()
+    return NewTokens(view(call.append.k_new), view(call.append.v_new), call.append.places.lengths)
+
+
+def writes_new_tokens(call: KvCall) -> bool:
+    """Whether the decode kernel itself writes the new tokens of a call: one of each sequence, written as it is, with a
+    query that sees it."""
+    request, append = call.request, call.append
+    if append is None or request.max_seqlen_q != 1 or request.places.starts is not None:
+        return False
+    if append.slots is not None or append.rotary is not None or append.norm is not None:
+        return False
+    if any(format_of(x) is not None or x.dtype != new.dtype for x, new in zip(append[2:4], append[:2], strict=True)):
+        return False
+    return append.per_query and (request.spec.after is None or request.spec.after >= 0)
 
 
 def tile_height(request: KvRequest, partition: Partition) -> int:

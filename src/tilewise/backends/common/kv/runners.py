@@ -14,6 +14,7 @@ from ..clear import clear_max_logit
 from ..kernel_arguments import new_max_logit
 from ..kernel_call import KernelCall
 from ..launch import Built, Launch, Memory, Target
+from . import launches as decode
 from .launches import append_launch
 
 
@@ -69,13 +70,14 @@ def attend_runner(call: KvCall, module: KvLaunches) -> KernelCall:
     """The runner of `attention_kv`. It returns out and lse, and the largest score of each head if spec.max_logit."""
     tensors, structure = structure_of(call)
     shared = shares_memory(call.request.k, call.request.v)
+    decode_writes = module is decode and decode.writes_new_tokens(call)
 
     def build(placeholders: Sequence[Any], target: Target, memory: Memory) -> Built:
         given: KvCall = structure(placeholders)
         request, append, schedule, workspace = given[:4]
         max_logit = new_max_logit(request.dense, memory) if given.max_logit is None else given.max_logit
         launches = clear_max_logit(max_logit)
-        if append is not None:
+        if append is not None and not decode_writes:
             append = with_rotated(append, memory)
             launches.append(append_launch(append, target.gpu))
             if append.rotated is not None:
@@ -86,7 +88,7 @@ def attend_runner(call: KvCall, module: KvLaunches) -> KernelCall:
             launches += module.schedule_launches(request, schedule, target)
         out, lse = results_of(given, memory)
         if request.q.shape[:-1].numel():
-            every = KvCall(request, None, schedule, workspace, out, lse, max_logit)
+            every = KvCall(request, append if decode_writes else None, schedule, workspace, out, lse, max_logit)
             launches += module.attend_launches(every, target, memory, shared)
         return Built((out, lse) if max_logit is None else (out, lse, max_logit), launches)
 
