@@ -31,10 +31,13 @@ NOT_OURS = ("torch_dtype", "model_type", "architectures", "rope_theta")  # of LL
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 GRAPHS = ("use_cuda_graph", "use_async_batching", "max_blocks_per_request")
 EAGER = dict.fromkeys(GRAPHS, False) | {"max_blocks_per_request": 0}
+SYNC = {"max_blocks_per_request": 16, "use_async_batching": False}
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {  # attn_implementation, options of ContinuousBatchingConfig
     "sdpa": ("sdpa", {}),
     "FA3": ("flash_attention_3", {"max_blocks_per_request": 16}),
+    "FA3-sync": ("flash_attention_3", SYNC),
     "tilewise": ("tilewise", {"max_blocks_per_request": 16}),  # CUDA graphs, and decoding from a table of blocks
+    "tilewise-sync": ("tilewise", SYNC),
     "tilewise-indices": ("tilewise", {"max_blocks_per_request": 0}),  # CUDA graphs
     "tilewise-eager": ("tilewise", EAGER),
 }
