@@ -87,8 +87,7 @@ def attention_kv(
             `tilewise.block_mask`.
         out: a tensor for the result.
         return_lse: if True, lse is returned too.
-        return_max_logit: if True, the largest score of each head is returned too, last. "auto" then chooses the
-            reference; name a backend for its kernels.
+        return_max_logit: if True, the largest score of each head is returned too, last.
         plan: a plan from `plan_kv`. One plan serves all layers of a step that have the same shapes.
         split: keys per split (split-KV, as in FlashDecoding). A fixed number makes results independent of the rest of
             the batch; 0 is one split. Default: chosen on the device.
