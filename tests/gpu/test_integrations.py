@@ -196,7 +196,8 @@ class TestTransformers:
 
 @pytest.mark.parametrize("blocks", [0, 8], ids=["indices", "table of blocks"])
 def test_continuous_batching(blocks: int) -> None:
-    """transformers' CUDA graphs; decoding from slots of all keys, or from its table of blocks: tokens of `generate`."""
+    """transformers' CUDA graphs; decoding from slots of all keys, or from its table of blocks: tokens of `generate`.
+    Without its asynchronous batching, whose first step is wrong now and then with any attention: docs/upstream.md."""
     transformers = pytest.importorskip("transformers")
     from tilewise.integrations.transformers import serve
 
@@ -214,7 +215,8 @@ def test_continuous_batching(blocks: int) -> None:
     ]  # with transformers' own attention
     page = "page_size" if "page_size" in vars(transformers.ContinuousBatchingConfig()) else "block_size"
     batching = transformers.ContinuousBatchingConfig(
-        **{page: 64}, num_blocks=64, max_batch_tokens=256, max_blocks_per_request=blocks, use_cuda_graph=True
-    )
+        **{page: 64}, num_blocks=64, max_batch_tokens=256, max_blocks_per_request=blocks, use_cuda_graph=True,
+        use_async_batching=False,
+    )  # fmt: skip
     found = serve(model).generate_batch(prompts, transformers.GenerationConfig(**words), batching)
     assert [list(x.generated_tokens) for x in found.values()] == alone

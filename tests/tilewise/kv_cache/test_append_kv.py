@@ -196,3 +196,33 @@ def test_too_few_axes(shape: tuple[int, ...]) -> None:
     angles = torch.ones(16, 4)
     with pytest.raises(AttentionError, match="rotary interleaved: found Tensor; expected True or False"):
         append_kv(new, new, cache, cache.clone(), 3, rotary=Rotary(angles, angles, wrong))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("page", [0, 4])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("heads", [4, 40], ids=["by the decode kernel", "by a launch of its own"])
+@pytest.mark.usefixtures("triton_runs")
+def test_one_new_token_of_each_sequence(page: int, packed: bool, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty sequence, one whose page is full, one whose cache is full: its token has no place. The decode kernel
+    writes the tokens itself if no other program reads them."""
+    from tilewise.backends.common.kv import runners
+
+    torch.manual_seed(0)
+    lengths = torch.tensor([0, 4, 32, 29], dtype=torch.int32)
+    q, new = torch.randn(4, 1, heads, 16), torch.randn(2, 4, 1, 2, 16)
+    pool = torch.randn(2, 32, page, 2, 16) if page else torch.randn(2, 4, 32, 2, 16)
+    options: Any = {"page_table": torch.randperm(32).int().view(4, 8)} if page else {}
+    if packed:
+        q, new = q.flatten(0, 1), new.flatten(1, 2)
+        options |= {"cu_seqlens_q": torch.arange(5, dtype=torch.int32), "max_seqlen_q": 1}
+    launched: list[Any] = []
+    make = runners.append_launch
+    monkeypatch.setattr(runners, "append_launch", lambda *given: launched.append(given) or make(*given))
+    found = {}
+    for backend in ("reference", "triton"):
+        cache = pool.clone()
+        out = attention_kv(q, *cache, lengths, k_new=new[0], v_new=new[1], backend=backend, **options)
+        found[backend] = out, cache
+    assert bool(launched) == (heads > 2 * 16)
+    assert torch.equal(found["triton"][1], found["reference"][1])
+    torch.testing.assert_close(found["triton"][0], found["reference"][0])

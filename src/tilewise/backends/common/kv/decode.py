@@ -222,29 +222,31 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
 
 
 @triton.jit
-def write_head(x, cache, source, place, h, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Copy head h of the token `source` (batch row, index) of x to its place (page, offset) in the cache."""
-    d = tl.arange(0, BLOCK_D)
-    p = x.ptr + source[0].to(tl.int64) * x.strides[0] + source[1].to(tl.int64) * x.strides[1]
-    row = tl.load(p + h.to(tl.int64) * x.strides[2] + columns(x, d), mask=d < D, other=0.0)
-    p = cache.ptr + place[0].to(tl.int64) * cache.strides[0] + place[1].to(tl.int64) * cache.strides[1]
-    tl.store(p + h.to(tl.int64) * cache.strides[2] + columns(cache, d), row, mask=d < D)
+def row_pointer(x, b, t, h):
+    return x.ptr + b.to(tl.int64) * x.strides[0] + t.to(tl.int64) * x.strides[1] + h.to(tl.int64) * x.strides[2]
 
 
 @triton.jit
-def write_new_token(new, cache, pages, item, split, head, num_pages, CONFIG: tl.constexpr):
-    """Write the last key of a sequence and its value, if they are new and this program reads them."""
+def write_new_token(new, keys, item, h, is_last, CONFIG: tl.constexpr):
+    """Write the last key of a sequence and its value, if this program reads them next. All loads wait for the work item
+    alone: none is in a branch or after a store."""
+    d = tl.arange(0, CONFIG.BLOCK_D)
+    d_v = tl.arange(0, CONFIG.BLOCK_DV)
+    k_new = new.k
+    v_new = new.v
+    cache_k = keys.cache.k
+    cache_v = keys.cache.v
+    k = tl.load(row_pointer(k_new, item.b, item.q0, h) + columns(k_new, d), mask=is_last & (d < CONFIG.D))
+    v = tl.load(row_pointer(v_new, item.b, item.q0, h) + columns(v_new, d_v), mask=is_last & (d_v < CONFIG.DV))
     j = item.n_k - 1
-    reads = (split.stop == item.num_chunks) & (j >= 0)
-    if tl.load(new.lengths + item.b, mask=reads, other=-2) == j:  # otherwise the cache is full
-        if CONFIG.PAGE_SIZE is None:
-            place = (pages, j)
-        else:
-            page = clamp(tl.load(pages + j // CONFIG.PAGE_SIZE), 0, num_pages - 1)
-            place = (page, j % CONFIG.PAGE_SIZE)
-        source = (item.b, item.q0)
-        write_head(new.k, cache.k, source, place, head, CONFIG.D, CONFIG.BLOCK_D)
-        write_head(new.v, cache.v, source, place, head, CONFIG.DV, CONFIG.BLOCK_DV)
+    page = keys.pages
+    offset = j
+    if CONFIG.PAGE_SIZE is not None:
+        page = clamp(tl.load(page + j // CONFIG.PAGE_SIZE, mask=is_last, other=0), 0, keys.num_pages - 1)
+        offset = j % CONFIG.PAGE_SIZE
+    exists = tl.load(new.lengths + item.b, mask=is_last, other=-1) == j  # not if the cache is full
+    tl.store(row_pointer(cache_k, page, offset, h) + columns(cache_k, d), k, mask=exists & (d < CONFIG.D))
+    tl.store(row_pointer(cache_v, page, offset, h) + columns(cache_v, d_v), v, mask=exists & (d_v < CONFIG.DV))
     tl.debug_barrier()
 
 
@@ -322,9 +324,6 @@ def decode_kernel(
         empties = tl.load(buffers.schedule + 1).to(tl.int32)
     chunk = split.chunk
     partials = partials_of(buffers.workspace, sizes, CONFIG.DV)
-    pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
-    if CONFIG.APPEND:
-        write_new_token(new, cache, pages, item, split, head, num_pages, CONFIG)
     while chunk < split.stop:
         stop = split.stop
         if CONFIG.FIXED_SPLIT:
@@ -335,6 +334,7 @@ def decode_kernel(
         first_key, hi = visible_keys(item, before, after, CONFIG)
         lo = tl.maximum((item.first_chunk + chunk) * chunk_size, first_key // CONFIG.BLOCK_N * CONFIG.BLOCK_N)
         hi = tl.minimum(hi, (item.first_chunk + stop) * chunk_size)
+        pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
         keys = KeyRange(cache, pages, num_pages, item.start, first_key, lo, hi)
         page = load_pages(keys, lo, CONFIG.PAGE_SIZE, CONFIG.BLOCK_N)  # before the queries: keys wait for both
         k_scale = 1.0
@@ -342,6 +342,8 @@ def decode_kernel(
             k_scale = head_scale(cache.k_scale, tl.minimum(item.b, batch - 1), head)
         q_rows = query_pointers(q, item, at, n_q, CONFIG)
         queries = load_queries(q, q_rows, at.exists, k_scale, CONFIG.D, CONFIG.BLOCK_D, STORED_K)
+        if CONFIG.APPEND:
+            write_new_token(new, keys, item, head, stop == item.num_chunks, CONFIG)
         draft = TreeMask(tree, tree_words)
         # Triton cannot keep the mods in a variable of a loop
         acc, m, l, top = attend(

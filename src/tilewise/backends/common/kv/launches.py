@@ -43,6 +43,7 @@ BLOCK_ITEMS = (128, 256)  # work items that the schedule kernel computes at once
 BLOCK_PARTIALS = (8, 32, 128)  # partial results of a row that `combine_kernel` loads at once
 FUSED = 8192  # elements that the last program of a work item combines at once
 MAX_FUSED = 4  # partial results that it combines: of 2 it saves 7 us, of 16 it takes 3 us more (H200)
+MIN_ROWS = 16  # of a tile
 COMBINED = 4096  # elements that a program of `combine_kernel` combines at once
 
 
@@ -283,9 +284,11 @@ def new_tokens(call: KvCall) -> NewTokens:
 
 def writes_new_tokens(call: KvCall) -> bool:
     """Whether the decode kernel itself writes the new tokens of a call: one of each sequence, written as it is, with a
-    query that sees it."""
+    query that sees it, whose heads fit into every tile: no other program reads the token."""
     request, append = call.request, call.append
     if append is None or request.max_seqlen_q != 1 or request.places.starts is not None:
+        return False
+    if request.q.shape[-2] > MIN_ROWS * request.k.shape[-2]:
         return False
     if append.slots is not None or append.rotary is not None or append.norm is not None:
         return False
