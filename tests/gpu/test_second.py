@@ -14,6 +14,7 @@ from tests.cases import Case
 CASES = {
     "causal": Case(batch=2, n_q=256, n_k=256, after=0),
     "full, odd, grouped heads": Case(n_q=131, n_k=77, heads=4, kv_heads=2),
+    "full, even, grouped heads": Case(n_q=256, n_k=200, heads=4, kv_heads=2),
     "window, more keys": Case(n_q=100, n_k=333, before=50, after=7),
     "packed, empty rows": Case(
         batch=3, n_q=310, n_k=300, heads=4, kv_heads=1, after=0, lengths=((150, 100), (0, 40), (160, 160))

@@ -7,8 +7,9 @@ for the tangent; `jvp.py` computes o. and lse. before:
     ds. = p. * (dp - delta) + p * (dp. - delta.)
     dq. = scale * (ds. k + ds k.)        dk. = scale * (ds.^T q + ds^T q.)        dv. = p.^T do
 do and dlse are constant. The Hessian is symmetric, so these are also the gradients of <dq, q.> + <dk, k.> + <dv, v.>
-with respect to q, k and v; those with respect to do and dlse are o. and lse. As in `device/gradients.py`, no sum is
-split between programs, and tiles of keys are computed transposed.
+with respect to q, k and v; those with respect to do and dlse are o. and lse. Tiles of keys are computed transposed, as
+in `device/gradients.py`. No sum is split between programs, except in one pass for all three: there the programs of the
+keys add dq. to float32 sums with atomics, and the program of a tile of queries rounds them.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,8 @@ from .repair import CHECKED, begin, end_of_checked
 
 class HvpTensors(NamedTuple):
     """Views of q, k, v and do, of the row statistics, and of the tangents of q, k and v; the tangents of lse, (batch,
-    head, token), and of delta (a row statistic); views of the results; the flags of the NaN repair pass, or None."""
+    head, token), and of delta (a row statistic); views of the results; the flags of the NaN repair pass,
+    or None; and in one pass dQ. / rate, contiguous (batch, head, token, dim)."""
 
     q: tl.tuple
     k: tl.tuple
@@ -45,6 +47,7 @@ class HvpTensors(NamedTuple):
     dk: tl.tuple = None
     dv: tl.tuple = None
     flags: tl.tensor = None
+    dq_acc: tl.tensor = None
 
 
 @triton.jit
@@ -110,9 +113,26 @@ def query_tangent(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NA
 
 
 @triton.jit
-def key_tangents(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
+def load_step(desc, rows, D: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """`load_rows`, by TMA if there is a descriptor: addresses then take no registers."""
+    if desc is None:
+        return load_rows(rows, D, STEP, WIDTH, EVEN)
+    else:
+        return desc.load([tl.cast(rows.b, tl.int32), tl.cast(rows.h, tl.int32), rows.first, 0]).reshape(STEP, WIDTH)
+
+
+@triton.jit
+def sum_pointers(tensors, heads, n_q, w, h, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Pointers to the sums of dQ. of the ROWS queries from `first` on of head h."""
+    row = (w.b * heads + h).to(tl.int64) * n_q + first
+    return tensors.dq_acc + row * D + (tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def key_tangents(sources, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
     """dK. / rate and dV. of the tile of keys at w; zeros for one that is not computed (SUM_K, SUM_V). grid.heads counts
-    KV heads."""
+    KV heads. `sources`: TMA descriptors of a step's loads, or None, and the tensors."""
+    loads, tensors = sources
     STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_M
     LEAN: tl.constexpr = NAN_SAFE or CONFIG.PRECISION != "ieee"
     GROUP: tl.constexpr = CONFIG.GROUP
@@ -146,9 +166,9 @@ def key_tangents(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN
             q_rows = Rows(tensors.q, u.b, h, u.q0, first, u.n_q)
             tq_rows = Rows(tensors.tq, u.b, h, u.q0, first, u.n_q)
             do_rows = Rows(tensors.do, u.b, h, u.q0, first, u.n_q)
-            q_tile = load_rows(q_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
-            tq_tile = load_rows(tq_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
-            do_tile = load_rows(do_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
+            q_tile = load_step(loads[0], q_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+            tq_tile = load_step(loads[1], tq_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+            do_tile = load_step(loads[2], do_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
             lse2_i = tl.load(statistic_pointers(tensors.lse2, u, h, first, STEP, CONFIG.PACKED))
             tlse_i = load_tlse(tensors, seqs, grid.heads * GROUP, u, h, i, CONFIG)
             pairs = Pairs(u, h, i[None, :], j[:, None])
@@ -183,6 +203,11 @@ def key_tangents(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN
                 if CONFIG.BLOCK_D > CONFIG.CHUNK:
                     tq_tile = load_rows(tq_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
                 dk_acc = dot(ds.to(q_tile.dtype), tq_tile, dk_acc, sees, CONFIG)
+                if tensors.dq_acc is not None and not NAN_SAFE:
+                    dq = tl.dot(tl.trans(tds.to(q_tile.dtype)), k_tile)
+                    dq = tl.dot(tl.trans(ds.to(q_tile.dtype)), tk_tile, dq)
+                    sums = sum_pointers(tensors, grid.heads * GROUP, seqs.n_q, u, h, first, STEP, CONFIG.D)
+                    tl.atomic_add(sums, dq, sem="relaxed")
     return dk_acc, dv_acc
 
 
@@ -220,7 +245,7 @@ def hvp_query_kernel(
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """dQ.; flags[program] = 1 if it has a nan, for `repair_hvp_query_kernel`."""
+    """dQ., or what its sums are rounded to; flags[program] = 1 if it has a nan, for `repair_hvp_query_kernel`."""
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if tensors.flags is not None:
         tl.store(tensors.flags + pid, 0)
@@ -228,9 +253,11 @@ def hvp_query_kernel(
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     w = locate(pid, grid, seqs, cu_q, CONFIG.BLOCK_M)
     if w.first < w.n_q:
-        acc = query_tangent(
-            tensors, grid, seqs, w, rate, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False
-        )
+        if tensors.dq_acc is None:
+            params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
+            acc = query_tangent(tensors, grid, seqs, w, rate, params, CONFIG, False)
+        else:
+            acc = tl.load(sum_pointers(tensors, heads, n_q, w, w.h, w.first, CONFIG.BLOCK_M, CONFIG.D))
         if tensors.flags is not None:
             raise_flag(tensors.flags + pid, acc)
         store_query_tangent(tensors, acc, w, rate, CONFIG)
@@ -251,21 +278,25 @@ def hvp_key_kernel(
     heads,
     batch,
     terms,
+    q_loads,
+    tq_loads,
+    do_loads,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """dK., dV., or both; flags as in `hvp_query_kernel`. `heads` counts KV heads; a program sums over the GROUP query
-    heads that share its KV head."""
+    """dK., dV., or both, and the sums of dQ. if there is memory for them; flags as in `hvp_query_kernel`. `heads`
+    counts KV heads; a program sums over the GROUP query heads that share its KV head. `q_loads`, `tq_loads`,
+    `do_loads`: TMA descriptors, or None."""
     if tensors.flags is not None:
         tl.store(tensors.flags + tl.program_id(0), 0)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     w = locate(tl.program_id(0), grid, seqs, cu_k, CONFIG.BLOCK_N)
     if w.first < w.n_k:
-        dk_acc, dv_acc = key_tangents(
-            tensors, grid, seqs, w, rate, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False
-        )
+        params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
+        sources = ((q_loads, tq_loads, do_loads), tensors)
+        dk_acc, dv_acc = key_tangents(sources, grid, seqs, w, rate, params, CONFIG, False)
         # num_programs(1) is 1, which the compiler does not know: the tile is located again, not kept in registers
         pid = tl.program_id(0) * tl.num_programs(1)
         w = locate(pid, grid, seqs, cu_k, CONFIG.BLOCK_N)
@@ -336,6 +367,9 @@ def repair_hvp_key_kernel(
     heads,
     batch,
     terms,
+    q_loads,
+    tq_loads,
+    do_loads,
     total,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
@@ -353,7 +387,7 @@ def repair_hvp_key_kernel(
                 for row in range(w.first, tl.minimum(w.first + ROWS, w.n_k), CONFIG.BLOCK_N):
                     u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
                     dk_acc, dv_acc = key_tangents(
-                        tensors,
+                        ((None, None, None), tensors),
                         grid,
                         seqs,
                         u,

@@ -5,19 +5,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...request import BackwardInputs, Request, Spec
+from ...request import BackwardInputs, Gpu, Request, Spec
 from .clear import clear_launches
 from .device.structs import View
 from .hvp import HvpTensors, hvp_key_kernel, hvp_query_kernel, repair_hvp_key_kernel, repair_hvp_query_kernel
 from .jvp_launches import jvp_launch
 from .kernel_arguments import call_shape, device_terms, folded, mask_mod, new_gradients, sequences_and_window, view
 from .kernel_config import SMALLEST, flag_count, is_even, launch_options, tile_of
-from .launch import Build, Built, Launch, Memory, Target
+from .launch import INTERPRETED, Build, Built, Launch, Memory, Target
 from .preprocess import prepare_launch, row_statistics
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
+from .tiles import Tile
 
+ONE_PASS = Tile(64, 128, 8, 2)
+ROUNDING = Tile(64, 64, 4, 1)
 FEW_ROWS = 32  # queries or keys that are repaired at a time
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -52,10 +56,12 @@ def hvp_launches(
     lse2, delta = row_statistics(request, memory)
     _, tdelta = row_statistics(request, memory)
     prepare, saved = prepare_launch(request, bwd_inputs, (lse2, delta))
-    again, _ = prepare_launch(request, moved._replace(lse=bwd_inputs.lse), (lse2, tdelta))
+    sums = _sums(request, bwd_inputs.dout, tangents, target, memory)
+    again, _ = prepare_launch(request, moved._replace(lse=bwd_inputs.lse), (lse2, tdelta), zeros=sums)
     tq, tk, tv = map(view, tangents)
     inputs = saved.q, saved.k, saved.v, saved.do, saved.lse2, saved.delta
     tensors = HvpTensors(*inputs, tq, tk, tv, moved.lse, View(tdelta, tdelta.stride()[:2]), *map(view, grads))
+    tensors = tensors._replace(dq_acc=sums)
     passes = hvp_passes(request, tensors, target, memory)
     last = [
         *clear_launches(moved.out, moved.lse, None, request.cu_q, request.cu_q, target.gpu),
@@ -72,6 +78,10 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
     program = scoring | {"MASK_MOD": mask_mod(request)}
     made = []
     tile = tile_of("hvp key", q.element_size(), size, gpu)
+    loads: tuple[Any, ...] = (None, None, None)
+    if tensors.dq_acc is not None:
+        tile = ONE_PASS
+        loads = tuple(_loads(x, tile.block_m) for x in (q, tensors.tq.ptr, tensors.do.ptr))
     for sum_k, sum_v in [(True, False), (False, True)] if tile.apart else [(True, True)]:
         key = Launch(
             hvp_key_kernel,
@@ -81,6 +91,7 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
                 *scalars,
                 *size.grid(size.n_k, size.kv_heads, tile.block_n),
                 device_terms(request, gpu, tile.block, by_key=True),
+                *loads,
             ),
             launch_options(
                 request,
@@ -94,6 +105,7 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
         )
         made += [key, *_repairs(repair_hvp_key_kernel, key, "BLOCK_N", target)]
     tile = tile_of("hvp query", q.element_size(), size, gpu)
+    tile = tile if tensors.dq_acc is None else ROUNDING
     query = Launch(
         hvp_query_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
@@ -106,6 +118,32 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
         launch_options(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
     )
     return [*made, query, *_repairs(repair_hvp_query_kernel, query, "BLOCK_M", target)]
+
+
+def _sums(request: Request, dout: Tensor, tangents: Sequence[Tensor], target: Target, memory: Memory) -> Tensor | None:
+    """Memory for the sums of dq. if one pass computes all three: 10 products instead of 15. Only the tile of ONE_PASS,
+    without terms and with loads by TMA, has registers for them. None for other calls."""
+    q, spec, size = request.q, request.spec, call_shape(request)
+    whole = request.cu_q is None and size.n_q % ONE_PASS.block_m == 0 and size.d == size.dv == 64
+    able = target.gpu == Gpu("cuda", 90) and q.element_size() == 2 and request.is_plain and not INTERPRETED
+    aligned = whole and all(
+        x.stride(3) == 1 and not any(n % 8 or n == 0 for n in x.stride()[:3]) and _low_bits(x) == 0
+        for x in (q, tangents[0], dout)
+    )
+    if not (able and aligned) or spec.deterministic:
+        return None
+    return memory.empty((size.batch, size.heads, size.n_q, size.d), torch.float32)
+
+
+def _low_bits(x: Tensor) -> int:
+    """Of the address, or of the offset that tells a placeholder's."""
+    return int(x.storage_offset() * x.element_size() if x.is_meta else x.data_ptr()) % 16
+
+
+def _loads(x: Tensor, rows: int) -> TensorDescriptor:
+    batch, token, head, one = x.stride()
+    b, t, h, d = x.shape
+    return TensorDescriptor(x, [b, h, t, d], [batch, head, token, one], [1, 1, rows, d])
 
 
 def _repairs(kernel: Any, of: Launch, side: str, target: Target) -> list[Launch]:

@@ -18,7 +18,8 @@ from .pdl import gdc_launch_dependents
 
 
 class RowTensors(NamedTuple):
-    """Views of o and do, of None if dlse is all of -delta; lse and dlse; and the padded row statistics."""
+    """Views of o and do, of None if dlse is all of -delta; lse and dlse; the padded row statistics; and a contiguous
+    (batch, head, token, DV) tensor that is set to 0, or None."""
 
     o: tl.tuple
     do: tl.tuple
@@ -26,6 +27,7 @@ class RowTensors(NamedTuple):
     dlse: tl.tensor
     lse2: tl.tuple
     delta: tl.tuple
+    zeros: tl.tensor = None
 
 
 class RowConfig(NamedTuple):
@@ -69,7 +71,14 @@ def prepare_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG: t
     """delta = rowsum(do * o) - dlse, and lse in log2 units."""
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
-    store_row_statistics(tensors, Grid(tiles, heads, batch), Sequences(cu_q, cu_k, n_q, n_k), CONFIG)
+    seqs = Sequences(cu_q, cu_k, n_q, n_k)
+    store_row_statistics(tensors, Grid(tiles, heads, batch), seqs, CONFIG)
+    if tensors.zeros is not None:
+        w = locate(tl.program_id(0), Grid(tiles, heads, batch), seqs, cu_q, CONFIG.BLOCK_M)
+        i = w.first + tl.arange(0, CONFIG.BLOCK_M)[:, None]
+        d = tl.arange(0, CONFIG.BLOCK_DV)[None, :]
+        row = row_pointers(tensors.zeros, n_q * CONFIG.DV, heads, w.b, w.h, 0, i * CONFIG.DV, False)
+        tl.store(row + d, 0.0, mask=(i < n_q) & (d < CONFIG.DV))
 
 
 def row_statistics(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
@@ -80,14 +89,18 @@ def row_statistics(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
 
 
 def prepare_launch(
-    request: Request, bwd_inputs: BackwardInputs, statistics: tuple[Tensor, Tensor], overlap: bool = False
+    request: Request,
+    bwd_inputs: BackwardInputs,
+    statistics: tuple[Tensor, Tensor],
+    overlap: bool = False,
+    zeros: Tensor | None = None,
 ) -> tuple[Launch, BackwardTensors]:
     """The launch that computes the row statistics, and what every kernel that uses them reads."""
     q, k, v, *_ = request
     out, lse, dout, dlse = bwd_inputs
     size, pad = call_shape(request), PAD.value
     lse2, delta = (View(x, x.stride()[:2]) for x in statistics)
-    tensors = RowTensors(view(out), view(dout), lse, dlse, lse2, delta)
+    tensors = RowTensors(view(out), view(dout), lse, dlse, lse2, delta, zeros)
     config = RowConfig(size.dv, pad, padded(size.dv), has_large_scores(request), overlap)
     prepare = Launch(
         prepare_kernel,
