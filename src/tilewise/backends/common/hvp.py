@@ -7,9 +7,12 @@ for the tangent; `jvp.py` computes o. and lse. before:
     ds. = p. * (dp - delta) + p * (dp. - delta.)
     dq. = scale * (ds. k + ds k.)        dk. = scale * (ds.^T q + ds^T q.)        dv. = p.^T do
 do and dlse are constant. The Hessian is symmetric, so these are also the gradients of <dq, q.> + <dk, k.> + <dv, v.>
-with respect to q, k and v; those with respect to do and dlse are o. and lse. Tiles of keys are computed transposed, as
-in `device/gradients.py`. No sum is split between programs, except in one pass for all three: there the programs of the
-keys add dq. to float32 sums with atomics, and the program of a tile of queries rounds them.
+with respect to q, k and v; those with respect to do and dlse are o. and lse. As in `device/gradients.py`, no sum is
+split between programs, and tiles of keys are computed transposed.
+
+Or in one pass, 10 products instead of 7 and 8: the programs of the queries also add dk. and dv. of each tile to float32
+sums, by TMA, and the programs of the keys round them. By queries, because a program then holds one sum, dq., where by
+keys it would hold two: at D 128 these leave too few registers.
 """
 
 from typing import NamedTuple
@@ -29,8 +32,8 @@ from .repair import CHECKED, begin, end_of_checked
 
 class HvpTensors(NamedTuple):
     """Views of q, k, v and do, of the row statistics, and of the tangents of q, k and v; the tangents of lse, (batch,
-    head, token), and of delta (a row statistic); views of the results; the flags of the NaN repair pass,
-    or None; and in one pass dQ. / rate, contiguous (batch, head, token, dim)."""
+    head, token), and of delta (a row statistic); views of the results; the flags of the NaN repair pass, or None; and in
+    one pass the sums of dK. / rate and dV., contiguous (batch, KV head, token, dim)."""
 
     q: tl.tuple
     k: tl.tuple
@@ -47,7 +50,50 @@ class HvpTensors(NamedTuple):
     dk: tl.tuple = None
     dv: tl.tuple = None
     flags: tl.tensor = None
-    dq_acc: tl.tensor = None
+    dk_acc: tl.tensor = None
+    dv_acc: tl.tensor = None
+
+
+class HvpTma(NamedTuple):
+    """TMA descriptors of one pass, of a block of keys each: what is loaded, and the sums. None for a load or a sum by
+    pointers."""
+
+    k: tl.tensor = None
+    tk: tl.tensor = None
+    v: tl.tensor = None
+    tv: tl.tensor = None
+    dk_acc: tl.tensor = None
+    dv_acc: tl.tensor = None
+
+
+@triton.jit
+def load_block(desc, rows, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """`load_rows`, by TMA if there is a descriptor: addresses then take no registers."""
+    if desc is None:
+        return load_rows(rows, D, ROWS, COLS, EVEN)
+    else:
+        return desc.load([tl.cast(rows.b, tl.int32), tl.cast(rows.h, tl.int32), rows.first, 0]).reshape(ROWS, COLS)
+
+
+@triton.jit
+def sum_pointers(sums, heads, n, b, h, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Pointers to the sums of the ROWS keys from `first` on of KV head h."""
+    row = (b * heads + h).to(tl.int64) * n + first
+    return sums + row * D + (tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def add_to_sums(desc, sums, x, heads, rows):
+    """sums += x, of the block of keys `rows`. Triton's interpreter has no sums by TMA."""
+    ROWS: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    if desc is None:
+        exists = rows.first + tl.arange(0, ROWS)[:, None] < rows.n
+        at = sum_pointers(sums, heads, rows.n, rows.b, rows.h, rows.first, ROWS, D)
+        tl.atomic_add(at, x, mask=exists, sem="relaxed")
+    else:
+        place = [tl.cast(rows.b, tl.int32), tl.cast(rows.h, tl.int32), rows.first, 0]
+        desc.atomic_add(place, x.reshape(1, 1, ROWS, D))
 
 
 @triton.jit
@@ -58,10 +104,14 @@ def load_tlse(tensors, seqs, heads, w, h, i, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def query_tangent(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
-    """dQ. / rate of the tile of queries at w. `rate` is the factor from q.k to the score."""
+def query_tangent(sources, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
+    """dQ. / rate of the tile of queries at w, and if there are sums its part of them. `sources`: HvpTensors, HvpTma.
+    `rate` is the factor from q.k to the score."""
+    tensors, tma = sources
+    HAS_SUMS: tl.constexpr = tensors.dk_acc is not None and not NAN_SAFE
+    kv_heads = grid.heads // CONFIG.GROUP
     STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_N
-    LEAN: tl.constexpr = NAN_SAFE or CONFIG.PRECISION != "ieee"
+    LEAN: tl.constexpr = NAN_SAFE or HAS_SUMS or CONFIG.PRECISION != "ieee"
     terms = params.terms
     h_kv = w.h // CONFIG.GROUP
     i = w.first + tl.arange(0, CONFIG.BLOCK_M)
@@ -84,16 +134,19 @@ def query_tangent(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NA
         tk_rows = Rows(tensors.tk, w.b, h_kv, w.k0, first, w.n_k)
         v_rows = Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k)
         tv_rows = Rows(tensors.tv, w.b, h_kv, w.k0, first, w.n_k)
-        k_tile = load_rows(k_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
-        tk_tile = load_rows(tk_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
-        v_tile = load_rows(v_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
-        tv_tile = load_rows(tv_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
+        k_tile = load_block(tma.k, k_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+        tk_tile = load_block(tma.tk, tk_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+        v_tile = load_block(tma.v, v_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
+        tv_tile = load_block(tma.tv, tv_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
         pairs = Pairs(w, w.h, i[:, None], (first + tl.arange(0, STEP))[None, :])
         product = dot_nt(q_tile, k_tile, q_rows, k_rows, CONFIG.D, CONFIG)
         p, _ = recompute_p(product, pairs, lse2_i[:, None], edge, partial, params, CONFIG.FOLD)
         moved = dot_nt(tq_tile, k_tile, tq_rows, k_rows, CONFIG.D, CONFIG)
         moved += dot_nt(q_tile, tk_tile, q_rows, tk_rows, CONFIG.D, CONFIG)
         moved = moved * rate - tlse_i[:, None]
+        if HAS_SUMS:
+            dv = tl.dot(tl.trans((p * moved).to(do_tile.dtype)), do_tile)
+            add_to_sums(tma.dv_acc, tensors.dv_acc, dv, kv_heads, v_rows)
         dp = dot_nt(do_tile, v_tile, do_rows, v_rows, CONFIG.DV, CONFIG)
         ds = p * (dropout(dp, pairs, terms) - delta_i[:, None])
         tdp = dot_nt(do_tile, tv_tile, do_rows, tv_rows, CONFIG.DV, CONFIG)
@@ -109,30 +162,17 @@ def query_tangent(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NA
         if CONFIG.BLOCK_D > CONFIG.CHUNK:
             tk_tile = load_rows(tk_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
         acc = dot(ds.to(k_tile.dtype), tk_tile, acc, sees, CONFIG)
+        if HAS_SUMS:
+            dk = tl.dot(tl.trans(tds.to(q_tile.dtype)), q_tile)
+            dk = tl.dot(tl.trans(ds.to(q_tile.dtype)), tq_tile, dk)
+            add_to_sums(tma.dk_acc, tensors.dk_acc, dk, kv_heads, k_rows)
     return acc
 
 
 @triton.jit
-def load_step(desc, rows, D: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """`load_rows`, by TMA if there is a descriptor: addresses then take no registers."""
-    if desc is None:
-        return load_rows(rows, D, STEP, WIDTH, EVEN)
-    else:
-        return desc.load([tl.cast(rows.b, tl.int32), tl.cast(rows.h, tl.int32), rows.first, 0]).reshape(STEP, WIDTH)
-
-
-@triton.jit
-def sum_pointers(tensors, heads, n_q, w, h, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Pointers to the sums of dQ. of the ROWS queries from `first` on of head h."""
-    row = (w.b * heads + h).to(tl.int64) * n_q + first
-    return tensors.dq_acc + row * D + (tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :])
-
-
-@triton.jit
-def key_tangents(sources, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
+def key_tangents(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
     """dK. / rate and dV. of the tile of keys at w; zeros for one that is not computed (SUM_K, SUM_V). grid.heads counts
-    KV heads. `sources`: TMA descriptors of a step's loads, or None, and the tensors."""
-    loads, tensors = sources
+    KV heads."""
     STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_M
     LEAN: tl.constexpr = NAN_SAFE or CONFIG.PRECISION != "ieee"
     GROUP: tl.constexpr = CONFIG.GROUP
@@ -166,9 +206,9 @@ def key_tangents(sources, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN
             q_rows = Rows(tensors.q, u.b, h, u.q0, first, u.n_q)
             tq_rows = Rows(tensors.tq, u.b, h, u.q0, first, u.n_q)
             do_rows = Rows(tensors.do, u.b, h, u.q0, first, u.n_q)
-            q_tile = load_step(loads[0], q_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
-            tq_tile = load_step(loads[1], tq_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
-            do_tile = load_step(loads[2], do_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
+            q_tile = load_rows(q_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+            tq_tile = load_rows(tq_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+            do_tile = load_rows(do_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
             lse2_i = tl.load(statistic_pointers(tensors.lse2, u, h, first, STEP, CONFIG.PACKED))
             tlse_i = load_tlse(tensors, seqs, grid.heads * GROUP, u, h, i, CONFIG)
             pairs = Pairs(u, h, i[None, :], j[:, None])
@@ -203,11 +243,6 @@ def key_tangents(sources, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN
                 if CONFIG.BLOCK_D > CONFIG.CHUNK:
                     tq_tile = load_rows(tq_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
                 dk_acc = dot(ds.to(q_tile.dtype), tq_tile, dk_acc, sees, CONFIG)
-                if tensors.dq_acc is not None and not NAN_SAFE:
-                    dq = tl.dot(tl.trans(tds.to(q_tile.dtype)), k_tile)
-                    dq = tl.dot(tl.trans(ds.to(q_tile.dtype)), tk_tile, dq)
-                    sums = sum_pointers(tensors, grid.heads * GROUP, seqs.n_q, u, h, first, STEP, CONFIG.D)
-                    tl.atomic_add(sums, dq, sem="relaxed")
     return dk_acc, dv_acc
 
 
@@ -241,11 +276,18 @@ def hvp_query_kernel(
     heads,
     batch,
     terms,
+    k_desc,
+    tk_desc,
+    v_desc,
+    tv_desc,
+    dk_sums,
+    dv_sums,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """dQ., or what its sums are rounded to; flags[program] = 1 if it has a nan, for `repair_hvp_query_kernel`."""
+    """dQ., and the sums of dK. and dV. if there is memory for them; flags[program] = 1 if dQ. has a nan, for
+    `repair_hvp_query_kernel`. `k_desc` to `dv_sums`: HvpTma, in the form in which Triton takes descriptors."""
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if tensors.flags is not None:
         tl.store(tensors.flags + pid, 0)
@@ -253,11 +295,9 @@ def hvp_query_kernel(
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     w = locate(pid, grid, seqs, cu_q, CONFIG.BLOCK_M)
     if w.first < w.n_q:
-        if tensors.dq_acc is None:
-            params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
-            acc = query_tangent(tensors, grid, seqs, w, rate, params, CONFIG, False)
-        else:
-            acc = tl.load(sum_pointers(tensors, heads, n_q, w, w.h, w.first, CONFIG.BLOCK_M, CONFIG.D))
+        params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
+        tma = HvpTma(k_desc, tk_desc, v_desc, tv_desc, dk_sums, dv_sums)
+        acc = query_tangent((tensors, tma), grid, seqs, w, rate, params, CONFIG, False)
         if tensors.flags is not None:
             raise_flag(tensors.flags + pid, acc)
         store_query_tangent(tensors, acc, w, rate, CONFIG)
@@ -278,25 +318,27 @@ def hvp_key_kernel(
     heads,
     batch,
     terms,
-    q_loads,
-    tq_loads,
-    do_loads,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """dK., dV., or both, and the sums of dQ. if there is memory for them; flags as in `hvp_query_kernel`. `heads`
-    counts KV heads; a program sums over the GROUP query heads that share its KV head. `q_loads`, `tq_loads`,
-    `do_loads`: TMA descriptors, or None."""
+    """dK., dV., or both, or what their sums are rounded to; flags as in `hvp_query_kernel`. `heads` counts KV heads; a program sums over the GROUP query
+    heads that share its KV head."""
     if tensors.flags is not None:
         tl.store(tensors.flags + tl.program_id(0), 0)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     w = locate(tl.program_id(0), grid, seqs, cu_k, CONFIG.BLOCK_N)
     if w.first < w.n_k:
-        params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
-        sources = ((q_loads, tq_loads, do_loads), tensors)
-        dk_acc, dv_acc = key_tangents(sources, grid, seqs, w, rate, params, CONFIG, False)
+        if tensors.dk_acc is None:
+            params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
+            dk_acc, dv_acc = key_tangents(tensors, grid, seqs, w, rate, params, CONFIG, False)
+        else:
+            inside = (w.first + tl.arange(0, CONFIG.BLOCK_N))[:, None] < w.n_k
+            at = sum_pointers(tensors.dk_acc, heads, n_k, w.b, w.h, w.first, CONFIG.BLOCK_N, CONFIG.D)
+            dk_acc = tl.load(at, mask=inside, other=0.0)
+            at = sum_pointers(tensors.dv_acc, heads, n_k, w.b, w.h, w.first, CONFIG.BLOCK_N, CONFIG.DV)
+            dv_acc = tl.load(at, mask=inside, other=0.0)
         # num_programs(1) is 1, which the compiler does not know: the tile is located again, not kept in registers
         pid = tl.program_id(0) * tl.num_programs(1)
         w = locate(pid, grid, seqs, cu_k, CONFIG.BLOCK_N)
@@ -323,6 +365,12 @@ def repair_hvp_query_kernel(
     heads,
     batch,
     terms,
+    k_desc,
+    tk_desc,
+    v_desc,
+    tv_desc,
+    dk_sums,
+    dv_sums,
     total,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
@@ -340,7 +388,7 @@ def repair_hvp_query_kernel(
                 for row in range(w.first, tl.minimum(w.first + ROWS, w.n_q), CONFIG.BLOCK_M):
                     u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
                     acc = query_tangent(
-                        tensors,
+                        (tensors, HvpTma()),
                         grid,
                         seqs,
                         u,
@@ -367,9 +415,6 @@ def repair_hvp_key_kernel(
     heads,
     batch,
     terms,
-    q_loads,
-    tq_loads,
-    do_loads,
     total,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
@@ -387,7 +432,7 @@ def repair_hvp_key_kernel(
                 for row in range(w.first, tl.minimum(w.first + ROWS, w.n_k), CONFIG.BLOCK_N):
                     u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
                     dk_acc, dv_acc = key_tangents(
-                        ((None, None, None), tensors),
+                        tensors,
                         grid,
                         seqs,
                         u,

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...request import BackwardInputs, Gpu, Request, Spec
 from .clear import clear_launches
 from .device.structs import View
-from .hvp import HvpTensors, hvp_key_kernel, hvp_query_kernel, repair_hvp_key_kernel, repair_hvp_query_kernel
+from .hvp import HvpTensors, HvpTma, hvp_key_kernel, hvp_query_kernel, repair_hvp_key_kernel, repair_hvp_query_kernel
 from .jvp_launches import jvp_launch
 from .kernel_arguments import call_shape, device_terms, folded, mask_mod, new_gradients, sequences_and_window, view
 from .kernel_config import SMALLEST, flag_count, is_even, launch_options, tile_of
@@ -20,8 +20,7 @@ from .repair import repair_jvp_kernel
 from .repair_launches import repairs
 from .tiles import Tile
 
-ONE_PASS = Tile(64, 128, 8, 2)
-ROUNDING = Tile(64, 64, 4, 1)
+ROUNDING = Tile(64, 64, 4, 1)  # of the programs that round sums
 FEW_ROWS = 32  # queries or keys that are repaired at a time
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -56,12 +55,13 @@ def hvp_launches(
     lse2, delta = row_statistics(request, memory)
     _, tdelta = row_statistics(request, memory)
     prepare, saved = prepare_launch(request, bwd_inputs, (lse2, delta))
-    sums = _sums(request, bwd_inputs.dout, tangents, target, memory)
+    sums = _sums(request, tangents, target, memory)
     again, _ = prepare_launch(request, moved._replace(lse=bwd_inputs.lse), (lse2, tdelta), zeros=sums)
     tq, tk, tv = map(view, tangents)
     inputs = saved.q, saved.k, saved.v, saved.do, saved.lse2, saved.delta
     tensors = HvpTensors(*inputs, tq, tk, tv, moved.lse, View(tdelta, tdelta.stride()[:2]), *map(view, grads))
-    tensors = tensors._replace(dq_acc=sums)
+    if sums is not None:
+        tensors = tensors._replace(dk_acc=sums[0], dv_acc=sums[1])
     passes = hvp_passes(request, tensors, target, memory)
     last = [
         *clear_launches(moved.out, moved.lse, None, request.cu_q, request.cu_q, target.gpu),
@@ -71,17 +71,27 @@ def hvp_launches(
 
 
 def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Memory) -> list[Launch]:
-    """The launches of dk. and dv. (one kernel or two) and of dq., each followed by its NaN repair pass."""
+    """The launches of dq., and of dk. and dv. (one kernel or two), each followed by its NaN repair pass."""
     q, size, gpu = request.q, call_shape(request), target.gpu
     scoring, scale, rate = folded(request, gpu, derivative=True)
     scalars = *sequences_and_window(request), scale, rate
     program = scoring | {"MASK_MOD": mask_mod(request)}
-    made = []
-    tile = tile_of("hvp key", q.element_size(), size, gpu)
-    loads: tuple[Any, ...] = (None, None, None)
-    if tensors.dq_acc is not None:
-        tile = ONE_PASS
-        loads = tuple(_loads(x, tile.block_m) for x in (q, tensors.tq.ptr, tensors.do.ptr))
+    one_pass = tensors.dk_acc is not None
+    tile = tile_of("hvp all" if one_pass else "hvp query", q.element_size(), size, gpu)
+    query = Launch(
+        hvp_query_kernel,
+        size.programs(size.n_q, size.heads, tile.block_m),
+        (
+            tensors._replace(flags=_flags(request, memory, size.n_q, size.heads)),
+            *scalars,
+            *size.grid(size.n_q, size.heads, tile.block_m),
+            device_terms(request, gpu, tile.block),
+            *(_descriptors(request, tensors, tile.block_n) if one_pass else HvpTma()),
+        ),
+        launch_options(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
+    )
+    made = [query, *_repairs(repair_hvp_query_kernel, query, "BLOCK_M", target)]
+    tile = ROUNDING if one_pass else tile_of("hvp key", q.element_size(), size, gpu)
     for sum_k, sum_v in [(True, False), (False, True)] if tile.apart else [(True, True)]:
         key = Launch(
             hvp_key_kernel,
@@ -91,7 +101,6 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
                 *scalars,
                 *size.grid(size.n_k, size.kv_heads, tile.block_n),
                 device_terms(request, gpu, tile.block, by_key=True),
-                *loads,
             ),
             launch_options(
                 request,
@@ -104,46 +113,42 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
             ),
         )
         made += [key, *_repairs(repair_hvp_key_kernel, key, "BLOCK_N", target)]
-    tile = tile_of("hvp query", q.element_size(), size, gpu)
-    tile = tile if tensors.dq_acc is None else ROUNDING
-    query = Launch(
-        hvp_query_kernel,
-        size.programs(size.n_q, size.heads, tile.block_m),
-        (
-            tensors._replace(flags=_flags(request, memory, size.n_q, size.heads)),
-            *scalars,
-            *size.grid(size.n_q, size.heads, tile.block_m),
-            device_terms(request, gpu, tile.block),
-        ),
-        launch_options(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
-    )
-    return [*made, query, *_repairs(repair_hvp_query_kernel, query, "BLOCK_M", target)]
+    return made
 
 
-def _sums(request: Request, dout: Tensor, tangents: Sequence[Tensor], target: Target, memory: Memory) -> Tensor | None:
-    """Memory for the sums of dq. if one pass computes all three: 10 products instead of 15. Only the tile of ONE_PASS,
-    without terms and with loads by TMA, has registers for them. None for other calls."""
-    q, spec, size = request.q, request.spec, call_shape(request)
-    whole = request.cu_q is None and size.n_q % ONE_PASS.block_m == 0 and size.d == size.dv == 64
-    able = target.gpu == Gpu("cuda", 90) and q.element_size() == 2 and request.is_plain and not INTERPRETED
-    aligned = whole and all(
-        x.stride(3) == 1 and not any(n % 8 or n == 0 for n in x.stride()[:3]) and _low_bits(x) == 0
-        for x in (q, tangents[0], dout)
-    )
-    if not (able and aligned) or spec.deterministic:
+def _sums(request: Request, tangents: Sequence[Tensor], target: Target, memory: Memory) -> Tensor | None:
+    """Memory for the sums of dk. and dv. if one pass computes all three: without terms, for the head dims whose tile
+    has registers for it, and where TMA can load the keys. None for other calls."""
+    size = call_shape(request)
+    able = target.gpu == Gpu("cuda", 90) and request.q.element_size() == 2 and not INTERPRETED
+    fits = request.is_plain and request.cu_q is None and size.d == size.dv and size.d in (64, 128)
+    if not (able and fits) or request.spec.deterministic:
         return None
-    return memory.empty((size.batch, size.heads, size.n_q, size.d), torch.float32)
+    if not all(_is_loaded_by_tma(x) for x in (request.k, request.v, *tangents[1:])):
+        return None
+    return memory.empty((2, size.batch, size.kv_heads, size.n_k, size.d), torch.float32)
 
 
-def _low_bits(x: Tensor) -> int:
-    """Of the address, or of the offset that tells a placeholder's."""
-    return int(x.storage_offset() * x.element_size() if x.is_meta else x.data_ptr()) % 16
+def _is_loaded_by_tma(x: Tensor) -> bool:
+    """Whether its address, or the offset that tells a placeholder's, and its strides are multiples of 16 bytes."""
+    address = x.storage_offset() * x.element_size() if x.is_meta else x.data_ptr()
+    return x.stride(3) == 1 and address % 16 == 0 and not any(n % 8 or n == 0 for n in x.stride()[:3])
 
 
-def _loads(x: Tensor, rows: int) -> TensorDescriptor:
-    batch, token, head, one = x.stride()
-    b, t, h, d = x.shape
-    return TensorDescriptor(x, [b, h, t, d], [batch, head, token, one], [1, 1, rows, d])
+def _descriptors(request: Request, tensors: HvpTensors, rows: int) -> HvpTma:
+    """Of blocks of `rows` keys. Triton's interpreter has no sums by TMA."""
+    loads = (_by_head(x, rows) for x in (request.k, tensors.tk.ptr, request.v, tensors.tv.ptr))
+    if INTERPRETED:
+        return HvpTma(*loads)
+    return HvpTma(*loads, *(_blocks_of(x, rows) for x in (tensors.dk_acc, tensors.dv_acc)))
+
+
+def _by_head(x: Tensor, rows: int) -> TensorDescriptor:
+    return _blocks_of(x.transpose(1, 2), rows)
+
+
+def _blocks_of(x: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[3]])
 
 
 def _repairs(kernel: Any, of: Launch, side: str, target: Target) -> list[Launch]:

@@ -18,8 +18,8 @@ from .pdl import gdc_launch_dependents
 
 
 class RowTensors(NamedTuple):
-    """Views of o and do, of None if dlse is all of -delta; lse and dlse; the padded row statistics; and a contiguous
-    (batch, head, token, DV) tensor that is set to 0, or None."""
+    """Views of o and do, of None if dlse is all of -delta; lse and dlse; the padded row statistics; and memory
+    that is set to 0, or None."""
 
     o: tl.tuple
     do: tl.tuple
@@ -67,18 +67,15 @@ def store_row_statistics(tensors, grid, seqs, CONFIG: tl.constexpr):
 
 
 @triton.jit(**ANY_SIZE)
-def prepare_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG: tl.constexpr):
-    """delta = rowsum(do * o) - dlse, and lse in log2 units."""
+def prepare_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, num_zeros, CONFIG: tl.constexpr):
+    """delta = rowsum(do * o) - dlse, and lse in log2 units. Sets `num_zeros` numbers to 0, if there is memory for them."""
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
-    seqs = Sequences(cu_q, cu_k, n_q, n_k)
-    store_row_statistics(tensors, Grid(tiles, heads, batch), seqs, CONFIG)
+    store_row_statistics(tensors, Grid(tiles, heads, batch), Sequences(cu_q, cu_k, n_q, n_k), CONFIG)
     if tensors.zeros is not None:
-        w = locate(tl.program_id(0), Grid(tiles, heads, batch), seqs, cu_q, CONFIG.BLOCK_M)
-        i = w.first + tl.arange(0, CONFIG.BLOCK_M)[:, None]
-        d = tl.arange(0, CONFIG.BLOCK_DV)[None, :]
-        row = row_pointers(tensors.zeros, n_q * CONFIG.DV, heads, w.b, w.h, 0, i * CONFIG.DV, False)
-        tl.store(row + d, 0.0, mask=(i < n_q) & (d < CONFIG.DV))
+        for first in range(tl.program_id(0).to(tl.int64) * 4096, num_zeros, tl.num_programs(0) * 4096):
+            at = first + tl.arange(0, 4096)
+            tl.store(tensors.zeros + at, 0.0, mask=at < num_zeros)
 
 
 def row_statistics(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
@@ -101,11 +98,12 @@ def prepare_launch(
     size, pad = call_shape(request), PAD.value
     lse2, delta = (View(x, x.stride()[:2]) for x in statistics)
     tensors = RowTensors(view(out), view(dout), lse, dlse, lse2, delta, zeros)
+    num_zeros = 0 if zeros is None else zeros.numel()
     config = RowConfig(size.dv, pad, padded(size.dv), has_large_scores(request), overlap)
     prepare = Launch(
         prepare_kernel,
         size.programs(size.n_q, size.heads, pad),
-        (tensors, request.cu_q, request.cu_k, size.n_q, size.n_k, *size.grid(size.n_q, size.heads, pad)),
+        (tensors, request.cu_q, request.cu_k, size.n_q, size.n_k, *size.grid(size.n_q, size.heads, pad), num_zeros),
         {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4},
     )
     return prepare, BackwardTensors(*(view(x) for x in (q, k, v, dout)), lse2, delta)
