@@ -29,6 +29,36 @@ def test_within_budget(name: str, dtype: str, dims: tuple[int, int]) -> None:
     second.check(replace(CASES[name], dtype=dtype, d=dims[0], dv=dims[1]), "triton", "cuda")
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", [name for name in CASES if "packed" not in name])
+def test_one_pass(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hopper backend's: dk and dv are added to float32 sums by TMA."""
+    hvp = pytest.importorskip("tilewise.backends.hopper.hvp")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    ran: list[object] = []
+    made = hvp.ONE_PASS._replace(launch=lambda *given: (ran.append(1), hvp.hvp_launch(*given))[1])
+    monkeypatch.setattr(hvp, "ONE_PASS", made)
+    second.check(replace(CASES[name], dtype="bfloat16", d=dim, dv=dim), "hopper", "cuda")
+    assert ran
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_hidden_nan(which: int) -> None:
+    """A token that is hidden from others changes nothing for them."""
+    q, k, v, dout, *along = (torch.randn(1, 320, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(7))
+    found = []
+    for bad in (0.0, torch.nan):
+        x = [t.clone() for t in (q, k, v)]
+        x[which][:, -1] = bad  # keys 0 to 318 and queries 0 to 318 do not see the last one
+        leaves = [t.requires_grad_() for t in x]
+        grads = torch.autograd.grad(tilewise.attention(*leaves, causal=True), leaves, dout, create_graph=True)
+        found.append(torch.autograd.grad(grads[0][:, :-1], leaves, along[0][:, :-1], retain_graph=True))
+    for a, b in zip(*found, strict=True):
+        assert b[:, :-1].isfinite().all()
+        torch.testing.assert_close(a[:, :-1], b[:, :-1], atol=2e-2, rtol=2e-2)
+
+
 def test_auto() -> None:
     """Whatever backend computes the forward and the first backward."""
     second.check(Case(batch=2, n_q=300, n_k=300, d=64, dv=64, dtype="bfloat16", after=0), "auto", "cuda")

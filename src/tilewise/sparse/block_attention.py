@@ -31,9 +31,10 @@ _library.define(
     f"block_parts_backward(Tensor[] saved, Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "scattered_backward(Tensor[] rows, Tensor lines, Tensor cu_q, Tensor cu_k, SymInt count, float scale)"
+    "scattered_backward(Tensor[] rows, Tensor lines, Tensor cu_q, Tensor cu_k, SymInt count, bool even, float scale)"
     " -> (Tensor, Tensor, Tensor)"
 )
+_library.define("add_sums(Tensor base, Tensor sums, float scale) -> Tensor")
 FUSED = "auto", "triton"  # backends whose small blocks have kernels of their own
 
 FIRST_ORDER = "one of moba or nsa", "first derivatives; tilewise.attention with a mask_mod has second ones"
@@ -157,15 +158,15 @@ def _gradients(
         part, dk, dv = torch.ops.tilewise_sparse.block_parts_backward(rows, q, k, v, *numbers)
         dq = combined(None, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
         return dq, dk, dv
-    own = _own_blocks(q, k, v, starts, sizes, sizes.spec._replace(partial=True))
+    scatters = choices is not None and _is_scattered(q, v, choices, sizes.spec)
+    own = _own_blocks(q, k, v, starts, sizes, sizes.spec if scatters else sizes.spec._replace(partial=True))
     own_out, own_lse, own_dout = (_by_block(x, sizes) for x in saved)
     grads = registered("backward")(own_out, own_lse.transpose(-1, -2).contiguous(), own_dout, None, *arguments(own))
     dq, dk, dv = (g.reshape(x.shape) for g, x in zip(grads, inputs, strict=True))
     if choices is not None:
-        scatters = _is_scattered(q, v, choices, sizes.spec)
         part, *others = _part_gradients(inputs, saved, choices, sizes, scatters)
         if scatters:
-            dq = _with_sums(dq, part, sizes.spec.scale, q)
+            dq = torch.ops.tilewise_sparse.add_sums(dq, part, sizes.spec.scale)
         else:
             base = dq.reshape(len(choices.positions), -1, q.shape[2])
             dq = combined(base, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
@@ -189,7 +190,7 @@ def _with_own(chosen: Tensor, k: Tensor, starts: Tensor, sizes: Sizes) -> Sorted
 def _part_gradients(
     inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], lists: Sorted, sizes: Sizes, scatters: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq of the choices, or if it `scatters` their sums for `_with_sums`; dk and dv by KV head, (Hk T, 1, D). `saved`:
+    """dq of the choices, or if it `scatters` their sums for `add_sums`; dk and dv by KV head, (Hk T, 1, D). `saved`:
     out, lse and dout."""
     q, k, v = inputs
     out, lse, dout = saved
@@ -198,7 +199,7 @@ def _part_gradients(
     rows_dout = lists.rows(dout)
     if scatters:
         rows = *_other_blocks(q, k, v, lists, sizes.spec)[:3], rows_dout, rows_lse, rows_delta
-        numbers = q.shape[0] * q.shape[1], sizes.spec.scale
+        numbers = q.shape[0] * q.shape[1], sizes.even, sizes.spec.scale
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.tilewise_sparse.scattered_backward(
             rows, lists.lines.int(), lists.cu_q, lists.cu_k, *numbers
         )
@@ -227,15 +228,6 @@ def _is_scattered(q: Tensor, v: Tensor, lists: Sorted, spec: Spec) -> bool:
     return fits and halves and able and not spec.deterministic
 
 
-def _with_sums(dq: Tensor, sums: Tensor, scale: float, q: Tensor) -> Tensor:
-    """dq + scale * sums in q's dtype. The columns of the sums are in the order of `register_order.in_fours`."""
-    sixteens = -1, q.shape[2] // 16
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    ordered = sums.view(*sixteens, 4, 2, 2).transpose(2, 3)
-    torch.add(dq.reshape(*sixteens, 2, 4, 2), ordered, alpha=scale, out=out.view(*sixteens, 2, 4, 2))
-    return out
-
-
 def _choices_of(q: Tensor, lists: Sorted, starts: Tensor, sizes: Sizes) -> tuple[Any, ...]:
     choosers = lists.positions.shape[0] // q.shape[0]
     return lists.lines, lists.cu_q, starts, choosers, sizes.block_size, sizes.spec.scale
@@ -261,16 +253,17 @@ def _block_parts_backward(
 
 @torch.library.impl(_library, "scattered_backward", "CompositeExplicitAutograd")
 def _scattered_backward(
-    rows: list[Tensor], lines: Tensor, cu_q: Tensor, cu_k: Tensor, count: int, scale: float
+    rows: list[Tensor], lines: Tensor, cu_q: Tensor, cu_k: Tensor, count: int, even: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`rows`: q, k, v, dout, lse and -delta of packed sequences. Returns the sums of dq, (count, D), dk and dv."""
+    """`rows`: q, k, v, dout, lse and -delta of packed sequences. Returns the sums of dq, (count, D), dk and dv. `even`:
+    every key is in some sequence; others get zeros."""
     from ..backends.common.launch import DeviceMemory, multiprocessors
     from ..backends.hopper.backward_launches import scattered_launches
 
     q, k, v, dout, lse, dlse = rows
     request = Request(q, k, v, Spec(scale), cu_q=cu_q, cu_k=cu_k)
     sums = torch.zeros(64 + count, q.shape[2], dtype=torch.float32, device=q.device)
-    grads = sums, torch.zeros_like(k), torch.zeros_like(v)
+    grads = sums, *(torch.empty_like(x) if even else torch.zeros_like(x) for x in (k, v))
     memory = DeviceMemory(q.device)
     bwd_inputs = BackwardInputs(dout, lse, dout, dlse)  # out is not read
     with torch.cuda.device_of(q):
@@ -280,9 +273,23 @@ def _scattered_backward(
 
 
 @torch.library.register_fake("tilewise_sparse::scattered_backward", lib=_library)
-def _scattered_backward_fake(rows: list[Tensor], lines: Any, cu_q: Any, cu_k: Any, count: int, scale: float) -> Any:
+def _scattered_backward_fake(rows: list[Tensor], lines: Any, cu_q: Any, cu_k: Any, count: int, *numbers: Any) -> Any:
     q, k, v, *_ = rows
     return q.new_empty((count, q.shape[2]), dtype=torch.float32), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@torch.library.impl(_library, "add_sums", "CompositeExplicitAutograd")
+def _add_sums(base: Tensor, sums: Tensor, scale: float) -> Tensor:
+    """base + scale * sums of `scattered_backward`."""
+    from ..backends.common import combine_parts
+
+    with torch.cuda.device_of(base):
+        return combine_parts.add_sums(base.contiguous(), sums, scale)
+
+
+@torch.library.register_fake("tilewise_sparse::add_sums", lib=_library)
+def _add_sums_fake(base: Tensor, sums: Tensor, scale: float) -> Tensor:
+    return base.new_empty(base.shape)
 
 
 @torch.library.register_fake("tilewise_sparse::block_parts", lib=_library)

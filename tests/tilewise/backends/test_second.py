@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -31,32 +30,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_within_budget(name: str, triton_runs: None, device: str) -> None:
     second.check(CASES[name], "triton", device)
-
-
-ONE_PASS = {
-    "full, grouped heads": Case(n_q=37, n_k=39, heads=4, kv_heads=2, d=16, dv=16),
-    "causal, empty rows": Case(batch=2, n_q=45, n_k=18, after=0, d=16, dv=16),
-    "window": Case(n_q=40, n_k=64, before=9, after=3, d=16, dv=16),
-}
-
-
-@pytest.mark.parametrize("name", ONE_PASS)
-def test_one_pass(name: str, triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Hopper: loads by TMA, and sums of dk and dv. Here with the tiles of the interpreter, and sums by atomics."""
-    from tilewise.backends.common import hvp_launches
-    from tilewise.backends.common.tiles import INTERPRETER
-
-    case, made = ONE_PASS[name], []
-
-    def sums(request: Any, *given: Any) -> Tensor:
-        shape = 2, case.batch, case.kv_heads, case.n_k, case.d
-        made.append(given[-1].empty(shape, torch.float32).fill_(torch.nan))
-        return made[-1]
-
-    monkeypatch.setattr(hvp_launches, "_sums", sums)
-    monkeypatch.setattr(hvp_launches, "ROUNDING", INTERPRETER)
-    second.check(case, "triton", "cpu")
-    assert made
 
 
 TERMS: dict[str, Callable[[], dict[str, object]]] = {

@@ -8,11 +8,8 @@ for the tangent; `jvp.py` computes o. and lse. before:
     dq. = scale * (ds. k + ds k.)        dk. = scale * (ds.^T q + ds^T q.)        dv. = p.^T do
 do and dlse are constant. The Hessian is symmetric, so these are also the gradients of <dq, q.> + <dk, k.> + <dv, v.>
 with respect to q, k and v; those with respect to do and dlse are o. and lse. As in `device/gradients.py`, no sum is
-split between programs, and tiles of keys are computed transposed.
-
-Or in one pass, 10 products instead of 7 and 8: the programs of the queries also add dk. and dv. of each tile to float32
-sums, by TMA, and the programs of the keys round them. By queries, because a program then holds one sum, dq., where by
-keys it would hold two: at D 128 these leave too few registers.
+split between programs, and tiles of keys are computed transposed. On Hopper one pass may compute all three
+(`hopper/hvp.py`): it leaves float32 sums of dk. and dv., which `hvp_key_kernel` rounds.
 """
 
 from typing import NamedTuple
@@ -54,46 +51,19 @@ class HvpTensors(NamedTuple):
     dv_acc: tl.tensor = None
 
 
-class HvpTma(NamedTuple):
-    """TMA descriptors of one pass, of a block of keys each: what is loaded, and the sums. None for a load or a sum by
-    pointers."""
-
-    k: tl.tensor = None
-    tk: tl.tensor = None
-    v: tl.tensor = None
-    tv: tl.tensor = None
-    dk_acc: tl.tensor = None
-    dv_acc: tl.tensor = None
+@triton.jit
+def zero_kernel(sums, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(sums + at, 0.0, mask=at < count)
 
 
 @triton.jit
-def load_block(desc, rows, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
-    """`load_rows`, by TMA if there is a descriptor: addresses then take no registers."""
-    if desc is None:
-        return load_rows(rows, D, ROWS, COLS, EVEN)
-    else:
-        return desc.load([tl.cast(rows.b, tl.int32), tl.cast(rows.h, tl.int32), rows.first, 0]).reshape(ROWS, COLS)
-
-
-@triton.jit
-def sum_pointers(sums, heads, n, b, h, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Pointers to the sums of the ROWS keys from `first` on of KV head h."""
-    row = (b * heads + h).to(tl.int64) * n + first
-    return sums + row * D + (tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :])
-
-
-@triton.jit
-def add_to_sums(desc, sums, x, heads, rows):
-    """sums += x, of the block of keys `rows`. Triton's interpreter has no sums by TMA."""
-    ROWS: tl.constexpr = x.shape[0]
-    D: tl.constexpr = x.shape[1]
-    if desc is None:
-        exists = rows.first + tl.arange(0, ROWS)[:, None] < rows.n
-        at = sum_pointers(sums, heads, rows.n, rows.b, rows.h, rows.first, ROWS, D)
-        tl.atomic_add(at, x, mask=exists, sem="relaxed")
-    else:
-        place = [tl.cast(rows.b, tl.int32), tl.cast(rows.h, tl.int32), rows.first, 0]
-        desc.atomic_add(place, x.reshape(1, 1, ROWS, D))
+def load_sums(sums, heads, w, ROWS: tl.constexpr, D: tl.constexpr):
+    """The sums of the ROWS keys at w."""
+    row = (w.b * heads + w.h).to(tl.int64) * w.n_k + w.first
+    exists = w.first + tl.arange(0, ROWS)[:, None] < w.n_k
+    at = sums + row * D + (tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :])
+    return tl.load(at, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -104,14 +74,10 @@ def load_tlse(tensors, seqs, heads, w, h, i, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def query_tangent(sources, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
-    """dQ. / rate of the tile of queries at w, and if there are sums its part of them. `sources`: HvpTensors, HvpTma.
-    `rate` is the factor from q.k to the score."""
-    tensors, tma = sources
-    HAS_SUMS: tl.constexpr = tensors.dk_acc is not None and not NAN_SAFE
-    kv_heads = grid.heads // CONFIG.GROUP
+def query_tangent(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
+    """dQ. / rate of the tile of queries at w. `rate` is the factor from q.k to the score."""
     STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_N
-    LEAN: tl.constexpr = NAN_SAFE or HAS_SUMS or CONFIG.PRECISION != "ieee"
+    LEAN: tl.constexpr = NAN_SAFE or CONFIG.PRECISION != "ieee"
     terms = params.terms
     h_kv = w.h // CONFIG.GROUP
     i = w.first + tl.arange(0, CONFIG.BLOCK_M)
@@ -134,19 +100,16 @@ def query_tangent(sources, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NA
         tk_rows = Rows(tensors.tk, w.b, h_kv, w.k0, first, w.n_k)
         v_rows = Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k)
         tv_rows = Rows(tensors.tv, w.b, h_kv, w.k0, first, w.n_k)
-        k_tile = load_block(tma.k, k_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
-        tk_tile = load_block(tma.tk, tk_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
-        v_tile = load_block(tma.v, v_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
-        tv_tile = load_block(tma.tv, tv_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
+        k_tile = load_rows(k_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+        tk_tile = load_rows(tk_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+        v_tile = load_rows(v_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
+        tv_tile = load_rows(tv_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
         pairs = Pairs(w, w.h, i[:, None], (first + tl.arange(0, STEP))[None, :])
         product = dot_nt(q_tile, k_tile, q_rows, k_rows, CONFIG.D, CONFIG)
         p, _ = recompute_p(product, pairs, lse2_i[:, None], edge, partial, params, CONFIG.FOLD)
         moved = dot_nt(tq_tile, k_tile, tq_rows, k_rows, CONFIG.D, CONFIG)
         moved += dot_nt(q_tile, tk_tile, q_rows, tk_rows, CONFIG.D, CONFIG)
         moved = moved * rate - tlse_i[:, None]
-        if HAS_SUMS:
-            dv = tl.dot(tl.trans((p * moved).to(do_tile.dtype)), do_tile)
-            add_to_sums(tma.dv_acc, tensors.dv_acc, dv, kv_heads, v_rows)
         dp = dot_nt(do_tile, v_tile, do_rows, v_rows, CONFIG.DV, CONFIG)
         ds = p * (dropout(dp, pairs, terms) - delta_i[:, None])
         tdp = dot_nt(do_tile, tv_tile, do_rows, tv_rows, CONFIG.DV, CONFIG)
@@ -162,10 +125,6 @@ def query_tangent(sources, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NA
         if CONFIG.BLOCK_D > CONFIG.CHUNK:
             tk_tile = load_rows(tk_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
         acc = dot(ds.to(k_tile.dtype), tk_tile, acc, sees, CONFIG)
-        if HAS_SUMS:
-            dk = tl.dot(tl.trans(tds.to(q_tile.dtype)), q_tile)
-            dk = tl.dot(tl.trans(ds.to(q_tile.dtype)), tq_tile, dk)
-            add_to_sums(tma.dk_acc, tensors.dk_acc, dk, kv_heads, k_rows)
     return acc
 
 
@@ -276,18 +235,11 @@ def hvp_query_kernel(
     heads,
     batch,
     terms,
-    k_desc,
-    tk_desc,
-    v_desc,
-    tv_desc,
-    dk_sums,
-    dv_sums,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """dQ., and the sums of dK. and dV. if there is memory for them; flags[program] = 1 if dQ. has a nan, for
-    `repair_hvp_query_kernel`. `k_desc` to `dv_sums`: HvpTma, in the form in which Triton takes descriptors."""
+    """dQ.; flags[program] = 1 if it has a nan, for `repair_hvp_query_kernel`."""
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if tensors.flags is not None:
         tl.store(tensors.flags + pid, 0)
@@ -295,9 +247,9 @@ def hvp_query_kernel(
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     w = locate(pid, grid, seqs, cu_q, CONFIG.BLOCK_M)
     if w.first < w.n_q:
-        params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
-        tma = HvpTma(k_desc, tk_desc, v_desc, tv_desc, dk_sums, dv_sums)
-        acc = query_tangent((tensors, tma), grid, seqs, w, rate, params, CONFIG, False)
+        acc = query_tangent(
+            tensors, grid, seqs, w, rate, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False
+        )
         if tensors.flags is not None:
             raise_flag(tensors.flags + pid, acc)
         store_query_tangent(tensors, acc, w, rate, CONFIG)
@@ -322,7 +274,7 @@ def hvp_key_kernel(
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """dK., dV., or both, or what their sums are rounded to; flags as in `hvp_query_kernel`. `heads` counts KV heads; a program sums over the GROUP query
+    """dK., dV., or both, or their sums rounded; flags as in `hvp_query_kernel`. `heads` counts KV heads; a program sums over the GROUP query
     heads that share its KV head."""
     if tensors.flags is not None:
         tl.store(tensors.flags + tl.program_id(0), 0)
@@ -334,11 +286,8 @@ def hvp_key_kernel(
             params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
             dk_acc, dv_acc = key_tangents(tensors, grid, seqs, w, rate, params, CONFIG, False)
         else:
-            inside = (w.first + tl.arange(0, CONFIG.BLOCK_N))[:, None] < w.n_k
-            at = sum_pointers(tensors.dk_acc, heads, n_k, w.b, w.h, w.first, CONFIG.BLOCK_N, CONFIG.D)
-            dk_acc = tl.load(at, mask=inside, other=0.0)
-            at = sum_pointers(tensors.dv_acc, heads, n_k, w.b, w.h, w.first, CONFIG.BLOCK_N, CONFIG.DV)
-            dv_acc = tl.load(at, mask=inside, other=0.0)
+            dk_acc = load_sums(tensors.dk_acc, heads, w, CONFIG.BLOCK_N, CONFIG.D)
+            dv_acc = load_sums(tensors.dv_acc, heads, w, CONFIG.BLOCK_N, CONFIG.DV)
         # num_programs(1) is 1, which the compiler does not know: the tile is located again, not kept in registers
         pid = tl.program_id(0) * tl.num_programs(1)
         w = locate(pid, grid, seqs, cu_k, CONFIG.BLOCK_N)
@@ -365,12 +314,6 @@ def repair_hvp_query_kernel(
     heads,
     batch,
     terms,
-    k_desc,
-    tk_desc,
-    v_desc,
-    tv_desc,
-    dk_sums,
-    dv_sums,
     total,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
@@ -388,7 +331,7 @@ def repair_hvp_query_kernel(
                 for row in range(w.first, tl.minimum(w.first + ROWS, w.n_q), CONFIG.BLOCK_M):
                     u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
                     acc = query_tangent(
-                        (tensors, HvpTma()),
+                        tensors,
                         grid,
                         seqs,
                         u,

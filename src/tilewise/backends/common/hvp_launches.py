@@ -1,31 +1,50 @@
 """The launches of second derivatives: forward mode, the row statistics, and the tangents of dq, dk and dv."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...request import BackwardInputs, Gpu, Request, Spec
+from ...request import BackwardInputs, Request, Spec
 from .clear import clear_launches
 from .device.structs import View
-from .hvp import HvpTensors, HvpTma, hvp_key_kernel, hvp_query_kernel, repair_hvp_key_kernel, repair_hvp_query_kernel
+from .hvp import (
+    HvpTensors,
+    hvp_key_kernel,
+    hvp_query_kernel,
+    repair_hvp_key_kernel,
+    repair_hvp_query_kernel,
+    zero_kernel,
+)
 from .jvp_launches import jvp_launch
 from .kernel_arguments import call_shape, device_terms, folded, mask_mod, new_gradients, sequences_and_window, view
 from .kernel_config import SMALLEST, flag_count, is_even, launch_options, tile_of
-from .launch import INTERPRETED, Build, Built, Launch, Memory, Target
+from .launch import Build, Built, Launch, Memory, Target
 from .preprocess import prepare_launch, row_statistics
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
 from .tiles import Tile
 
 ROUNDING = Tile(64, 64, 4, 1)  # of the programs that round sums
+ZEROS = 8192  # that a program writes
 FEW_ROWS = 32  # queries or keys that are repaired at a time
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
-def build_hvp(spec: Spec) -> Build:
+class OnePass(NamedTuple):
+    """One pass for dq. and for sums of dk. and dv.
+
+    new_sums(request, dout, tangents, target, memory): memory for the sums, (2, batch, KV head, token, dim), or None for
+    a call that it does not support; launch(request, tensors): that of the pass; tile: that of its programs.
+    """
+
+    new_sums: Callable[..., Tensor | None]
+    launch: Callable[[Request, HvpTensors], Launch]
+    tile: Tile
+
+
+def build_hvp(spec: Spec, one_pass: OnePass | None = None) -> Build:
     """Tensors: `Request.tensors()`, out, lse, dout, dlse, and tangents of q, k and v. Results: the tangents of out,
     lse, dq, dk and dv."""
 
@@ -35,7 +54,8 @@ def build_hvp(spec: Spec) -> Build:
         tlse = memory.empty(bwd_inputs.lse.shape, torch.float32)
         grads = new_gradients(request, memory)
         moved = BackwardInputs(tout, tlse, bwd_inputs.dout, None)
-        launches = hvp_launches(request, bwd_inputs, tensors[-3:], moved, grads, target, memory)
+        inputs = request, bwd_inputs, tensors[-3:]
+        launches = hvp_launches(*inputs, moved, grads, target, memory, one_pass)
         return Built((tout, tlse, *grads), launches)
 
     return build
@@ -49,20 +69,22 @@ def hvp_launches(
     grads: Grads,
     target: Target,
     memory: Memory,
+    one_pass: OnePass | None,
 ) -> list[Launch]:
     """All launches in order. `moved` holds the tangents of out and lse, which the first of them computes."""
     jvp = jvp_launch(request, bwd_inputs.out, bwd_inputs.lse, tangents, moved.out, moved.lse, target, memory)
     lse2, delta = row_statistics(request, memory)
     _, tdelta = row_statistics(request, memory)
     prepare, saved = prepare_launch(request, bwd_inputs, (lse2, delta))
-    sums = _sums(request, tangents, target, memory)
-    again, _ = prepare_launch(request, moved._replace(lse=bwd_inputs.lse), (lse2, tdelta), zeros=sums)
+    again, _ = prepare_launch(request, moved._replace(lse=bwd_inputs.lse), (lse2, tdelta))
     tq, tk, tv = map(view, tangents)
     inputs = saved.q, saved.k, saved.v, saved.do, saved.lse2, saved.delta
     tensors = HvpTensors(*inputs, tq, tk, tv, moved.lse, View(tdelta, tdelta.stride()[:2]), *map(view, grads))
-    if sums is not None:
-        tensors = tensors._replace(dk_acc=sums[0], dv_acc=sums[1])
-    passes = hvp_passes(request, tensors, target, memory)
+    if one_pass is not None:
+        sums = one_pass.new_sums(request, bwd_inputs.dout, tangents, target, memory)
+        one_pass = None if sums is None else one_pass
+        tensors = tensors if sums is None else tensors._replace(dk_acc=sums[0], dv_acc=sums[1])
+    passes = hvp_passes(request, tensors, target, memory, one_pass)
     last = [
         *clear_launches(moved.out, moved.lse, None, request.cu_q, request.cu_q, target.gpu),
         *clear_launches(*grads, request.cu_q, request.cu_k, target.gpu),
@@ -70,14 +92,15 @@ def hvp_launches(
     return [jvp, *repairs(repair_jvp_kernel, jvp, target), prepare, again, *passes, *last]
 
 
-def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Memory) -> list[Launch]:
+def hvp_passes(
+    request: Request, tensors: HvpTensors, target: Target, memory: Memory, one_pass: OnePass | None
+) -> list[Launch]:
     """The launches of dq., and of dk. and dv. (one kernel or two), each followed by its NaN repair pass."""
     q, size, gpu = request.q, call_shape(request), target.gpu
     scoring, scale, rate = folded(request, gpu, derivative=True)
     scalars = *sequences_and_window(request), scale, rate
     program = scoring | {"MASK_MOD": mask_mod(request)}
-    one_pass = tensors.dk_acc is not None
-    tile = tile_of("hvp all" if one_pass else "hvp query", q.element_size(), size, gpu)
+    tile = tile_of("hvp query", q.element_size(), size, gpu) if one_pass is None else one_pass.tile
     query = Launch(
         hvp_query_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
@@ -86,12 +109,12 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
             *scalars,
             *size.grid(size.n_q, size.heads, tile.block_m),
             device_terms(request, gpu, tile.block),
-            *(_descriptors(request, tensors, tile.block_n) if one_pass else HvpTma()),
         ),
         launch_options(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
     )
-    made = [query, *_repairs(repair_hvp_query_kernel, query, "BLOCK_M", target)]
-    tile = ROUNDING if one_pass else tile_of("hvp key", q.element_size(), size, gpu)
+    made = [query] if one_pass is None else [_zero(tensors), one_pass.launch(request, query.args[0])]
+    made += _repairs(repair_hvp_query_kernel, query, "BLOCK_M", target)
+    tile = tile_of("hvp key", q.element_size(), size, gpu) if one_pass is None else ROUNDING
     for sum_k, sum_v in [(True, False), (False, True)] if tile.apart else [(True, True)]:
         key = Launch(
             hvp_key_kernel,
@@ -116,39 +139,10 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
     return made
 
 
-def _sums(request: Request, tangents: Sequence[Tensor], target: Target, memory: Memory) -> Tensor | None:
-    """Memory for the sums of dk. and dv. if one pass computes all three: without terms, for the head dims whose tile
-    has registers for it, and where TMA can load the keys. None for other calls."""
-    size = call_shape(request)
-    able = target.gpu == Gpu("cuda", 90) and request.q.element_size() == 2 and not INTERPRETED
-    fits = request.is_plain and request.cu_q is None and size.d == size.dv and size.d in (64, 128)
-    if not (able and fits) or request.spec.deterministic:
-        return None
-    if not all(_is_loaded_by_tma(x) for x in (request.k, request.v, *tangents[1:])):
-        return None
-    return memory.empty((2, size.batch, size.kv_heads, size.n_k, size.d), torch.float32)
-
-
-def _is_loaded_by_tma(x: Tensor) -> bool:
-    """Whether its address, or the offset that tells a placeholder's, and its strides are multiples of 16 bytes."""
-    address = x.storage_offset() * x.element_size() if x.is_meta else x.data_ptr()
-    return x.stride(3) == 1 and address % 16 == 0 and not any(n % 8 or n == 0 for n in x.stride()[:3])
-
-
-def _descriptors(request: Request, tensors: HvpTensors, rows: int) -> HvpTma:
-    """Of blocks of `rows` keys. Triton's interpreter has no sums by TMA."""
-    loads = (_by_head(x, rows) for x in (request.k, tensors.tk.ptr, request.v, tensors.tv.ptr))
-    if INTERPRETED:
-        return HvpTma(*loads)
-    return HvpTma(*loads, *(_blocks_of(x, rows) for x in (tensors.dk_acc, tensors.dv_acc)))
-
-
-def _by_head(x: Tensor, rows: int) -> TensorDescriptor:
-    return _blocks_of(x.transpose(1, 2), rows)
-
-
-def _blocks_of(x: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[3]])
+def _zero(tensors: HvpTensors) -> Launch:
+    """Sets the sums to 0; those of dv. follow those of dk."""
+    count = 2 * tensors.dk_acc.numel()
+    return Launch(zero_kernel, -(-count // ZEROS), (tensors.dk_acc, count), {"BLOCK": ZEROS, "num_warps": 4})
 
 
 def _repairs(kernel: Any, of: Launch, side: str, target: Target) -> list[Launch]:

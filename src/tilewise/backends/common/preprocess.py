@@ -18,8 +18,7 @@ from .pdl import gdc_launch_dependents
 
 
 class RowTensors(NamedTuple):
-    """Views of o and do, of None if dlse is all of -delta; lse and dlse; the padded row statistics; and memory
-    that is set to 0, or None."""
+    """Views of o and do, of None if dlse is all of -delta; lse and dlse; and the padded row statistics."""
 
     o: tl.tuple
     do: tl.tuple
@@ -27,7 +26,6 @@ class RowTensors(NamedTuple):
     dlse: tl.tensor
     lse2: tl.tuple
     delta: tl.tuple
-    zeros: tl.tensor = None
 
 
 class RowConfig(NamedTuple):
@@ -67,15 +65,11 @@ def store_row_statistics(tensors, grid, seqs, CONFIG: tl.constexpr):
 
 
 @triton.jit(**ANY_SIZE)
-def prepare_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, num_zeros, CONFIG: tl.constexpr):
-    """delta = rowsum(do * o) - dlse, and lse in log2 units. Sets `num_zeros` numbers to 0, if there is memory for them."""
+def prepare_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG: tl.constexpr):
+    """delta = rowsum(do * o) - dlse, and lse in log2 units."""
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
     store_row_statistics(tensors, Grid(tiles, heads, batch), Sequences(cu_q, cu_k, n_q, n_k), CONFIG)
-    if tensors.zeros is not None:
-        for first in range(tl.program_id(0).to(tl.int64) * 4096, num_zeros, tl.num_programs(0) * 4096):
-            at = first + tl.arange(0, 4096)
-            tl.store(tensors.zeros + at, 0.0, mask=at < num_zeros)
 
 
 def row_statistics(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
@@ -86,24 +80,19 @@ def row_statistics(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
 
 
 def prepare_launch(
-    request: Request,
-    bwd_inputs: BackwardInputs,
-    statistics: tuple[Tensor, Tensor],
-    overlap: bool = False,
-    zeros: Tensor | None = None,
+    request: Request, bwd_inputs: BackwardInputs, statistics: tuple[Tensor, Tensor], overlap: bool = False
 ) -> tuple[Launch, BackwardTensors]:
     """The launch that computes the row statistics, and what every kernel that uses them reads."""
     q, k, v, *_ = request
     out, lse, dout, dlse = bwd_inputs
     size, pad = call_shape(request), PAD.value
     lse2, delta = (View(x, x.stride()[:2]) for x in statistics)
-    tensors = RowTensors(view(out), view(dout), lse, dlse, lse2, delta, zeros)
-    num_zeros = 0 if zeros is None else zeros.numel()
+    tensors = RowTensors(view(out), view(dout), lse, dlse, lse2, delta)
     config = RowConfig(size.dv, pad, padded(size.dv), has_large_scores(request), overlap)
     prepare = Launch(
         prepare_kernel,
         size.programs(size.n_q, size.heads, pad),
-        (tensors, request.cu_q, request.cu_k, size.n_q, size.n_k, *size.grid(size.n_q, size.heads, pad), num_zeros),
+        (tensors, request.cu_q, request.cu_k, size.n_q, size.n_k, *size.grid(size.n_q, size.heads, pad)),
         {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4},
     )
     return prepare, BackwardTensors(*(view(x) for x in (q, k, v, dout)), lse2, delta)

@@ -84,10 +84,6 @@ HOPPER: Table = {
         256: Tile(16, 32, 8, 1, apart=True, chunk=64),  # 16x64x8 spills 292 bytes
         512: Tile(16, 16, 8, 1, apart=True, chunk=64),
     },
-    ("hvp all", 2): {  # one pass for all three; sm_90 alone
-        64: Tile(64, 64, 4, 2),
-        128: Tile(128, 64, 8, 1),
-    },
     ("sums", 2): {  # of the gradients of biases and mods; from 128 on the largest that do not spill, not timed
         64: Tile(64, 64, 4, 3),
         128: Tile(64, 64, 8, 2),
