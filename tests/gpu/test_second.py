@@ -45,18 +45,19 @@ def test_one_pass(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("which", range(3))
 def test_hidden_nan(which: int) -> None:
-    """A token that is hidden from others changes nothing for them."""
+    """Keys that a query does not see, and queries that do not see a key, change nothing for it."""
     q, k, v, dout, *along = (torch.randn(1, 320, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(7))
     found = []
     for bad in (0.0, torch.nan):
-        x = [t.clone() for t in (q, k, v)]
-        x[which][:, -1] = bad  # keys 0 to 318 and queries 0 to 318 do not see the last one
-        leaves = [t.requires_grad_() for t in x]
+        leaves = [t.clone() for t in (q, k, v)]
+        leaves[which][:, -1 if which else 0] = bad
+        leaves = [t.requires_grad_() for t in leaves]
         grads = torch.autograd.grad(tilewise.attention(*leaves, causal=True), leaves, dout, create_graph=True)
-        found.append(torch.autograd.grad(grads[0][:, :-1], leaves, along[0][:, :-1], retain_graph=True))
+        dq, dk, dv = torch.autograd.grad(grads, leaves, along, retain_graph=True)
+        found.append([dq[:, :-1]] if which else [dk[:, 1:], dv[:, 1:]])
     for a, b in zip(*found, strict=True):
-        assert b[:, :-1].isfinite().all()
-        torch.testing.assert_close(a[:, :-1], b[:, :-1], atol=2e-2, rtol=2e-2)
+        assert b.isfinite().all()
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
 
 
 def test_auto() -> None:

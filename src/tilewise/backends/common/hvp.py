@@ -29,8 +29,8 @@ from .repair import CHECKED, begin, end_of_checked
 
 class HvpTensors(NamedTuple):
     """Views of q, k, v and do, of the row statistics, and of the tangents of q, k and v; the tangents of lse, (batch,
-    head, token), and of delta (a row statistic); views of the results; the flags of the NaN repair pass, or None; and in
-    one pass the sums of dK. / rate and dV., contiguous (batch, KV head, token, dim)."""
+    head, token), and of delta (a row statistic); views of the results; the flags of the NaN repair pass, or None; and
+    in one pass the sums of dK. / rate and dV., contiguous (batch, KV head, token, dim)."""
 
     q: tl.tuple
     k: tl.tuple
@@ -274,8 +274,8 @@ def hvp_key_kernel(
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """dK., dV., or both, or their sums rounded; flags as in `hvp_query_kernel`. `heads` counts KV heads; a program sums over the GROUP query
-    heads that share its KV head."""
+    """dK., dV., or both, or their sums rounded; flags as in `hvp_query_kernel`. `heads` counts KV heads; a program sums
+    over the GROUP query heads that share its KV head."""
     if tensors.flags is not None:
         tl.store(tensors.flags + tl.program_id(0), 0)
     grid = Grid(tiles, heads, batch)
