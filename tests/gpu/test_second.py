@@ -33,7 +33,7 @@ def test_within_budget(name: str, dtype: str, dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if "packed" not in name])
 def test_one_pass(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hopper backend's: dk and dv are added to float32 sums by TMA."""
-    hvp = pytest.importorskip("tilewise.backends.hopper.hvp")
+    hvp = pytest.importorskip("tilewise.backends.hopper.hvp_launches")
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("not a Hopper GPU")
     ran: list[object] = []

@@ -81,7 +81,7 @@ class KernelBackend:
         from .common.hvp_launches import build_hvp
         from .common.kernel_call import KernelCall
 
-        one_pass = self._module("hvp").ONE_PASS if self.name == "hopper" else None
+        one_pass = self._module("hvp_launches").ONE_PASS if self.name == "hopper" else None
         tensors = *request.tensors(), *bwd_inputs, *tangents
         return KernelCall(build_hvp(request.spec, one_pass), tensors, request.q.device)
 

@@ -263,7 +263,8 @@ def _scattered_backward(
     q, k, v, dout, lse, dlse = rows
     request = Request(q, k, v, Spec(scale), cu_q=cu_q, cu_k=cu_k)
     sums = torch.zeros(64 + count, q.shape[2], dtype=torch.float32, device=q.device)
-    grads = sums, *(torch.empty_like(x) if even else torch.zeros_like(x) for x in (k, v))
+    new = torch.empty_like if even else torch.zeros_like
+    grads = sums, new(k), new(v)
     memory = DeviceMemory(q.device)
     bwd_inputs = BackwardInputs(dout, lse, dout, dlse)  # out is not read
     with torch.cuda.device_of(q):

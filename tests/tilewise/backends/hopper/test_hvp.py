@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tests import second
 from tests.cases import Case, make
+from tests.compiling import reports
 from tests.oracle import _dense as dense
 from tilewise.backends.common.hvp_launches import build_hvp
 from tilewise.backends.common.launch import DeviceMemory, Target
-from tilewise.backends.hopper.hvp import ONE_PASS
+from tilewise.backends.hopper.hvp_launches import ONE_PASS
 from tilewise.request import Gpu, Request
 from tilewise_lab import emulator
 
@@ -58,3 +59,19 @@ def test_within_budget(name: str) -> None:
         error, own = ((a.double() - truth).abs().max().item() for a in (x, y))
         rounding = torch.finfo(torch.bfloat16).eps * max(truth.abs().max().item(), 1.0)
         assert error <= 2 * own + 2 * rounding, f"{which}: {error:.1e}, torch's {own:.1e}"
+
+
+@pytest.mark.slow
+def test_compiles_without_spills() -> None:
+    windows = (None, None), (None, 0), (100, 7)
+    rows = [
+        {"arch": 90, "dtype": dtype, "dim": dim, "one_pass": True, "window": window, "group": group}
+        for dim in (64, 128)
+        for window, dtype, group in zip(windows, ("bfloat16", "float16", "bfloat16"), (1, 2, 1), strict=True)
+    ]
+    made = [x for x in reports("tests.tilewise.backends.compile_hvp", rows) if x["kernel"] == "hvp_kernel"]
+    assert len(made) == len(rows)
+    for x in made:
+        assert x["spills"] == 0, x
+        assert x["shared"] <= 227 * 1024, x
+        assert not x["warnings"], x
