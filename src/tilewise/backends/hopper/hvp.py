@@ -45,11 +45,11 @@ def tile_at(boxes, n):
 
 
 @gluon.jit
-def load_two(x, y, bar, x_box, y_box, b, h, row):
-    """Loads a block of two tensors."""
-    mbarrier.expect(bar, 2 * x.block_type.nbytes)
-    tma_load(x, [b, h, row, 0], bar, x_box.index(0))
-    tma_load(y, [b, h, row, 0], bar, y_box.index(0))
+def load_two(x, y, bar, x_box, y_box, b, h, row, pred):
+    """Loads a block of two tensors if `pred`."""
+    mbarrier.expect(bar, 2 * x.block_type.nbytes, pred=pred)
+    tma_load(x, [b, h, row, 0], bar, x_box.index(0), pred=pred)
+    tma_load(y, [b, h, row, 0], bar, y_box.index(0), pred=pred)
 
 
 @gluon.jit
@@ -70,14 +70,19 @@ def add_block(desc, box, x, b, h, row):
 
 
 @gluon.jit
-def is_visible(i, j, n_k, before, after):
-    """Which of the queries, at positions i among the keys, see which of the keys j."""
-    seen = j < n_k
-    if before is not None:
-        seen = seen & (j >= i - before)
-    if after is not None:
-        seen = seen & (j <= i + after)
-    return seen
+def masked(p, i, at, n_k, before, after, EVEN: gl.constexpr):
+    """p of a block of keys, 0 for hidden pairs. `i`: the positions of the queries among the keys."""
+    if EVEN and before is None and after is None:
+        return p
+    else:
+        j = at + gl.arange(0, KEYS, gl.SliceLayout(0, p.type.layout))
+        last = i * 0 + (n_k - 1)
+        if after is not None:
+            last = gl.minimum(i + after, last)
+        seen = j[None, :] <= last[:, None]
+        if before is not None:
+            seen = seen & (j[None, :] >= (i - before)[:, None])
+        return gl.where(seen, p, 0.0)
 
 
 @gluon.jit(**ANY_VALUE)
@@ -107,9 +112,11 @@ def hvp_kernel(
     scale_log2,
     rate,
     D: gl.constexpr,
+    EVEN: gl.constexpr,
 ):
     """dQ., and the sums of dK. / rate and dV. TMA descriptors of (batch, head, token, dim) from q to dv_sums; row
-    statistics, padded, and lse., (batch, head, token); flags[program] = 1 if dQ. has a nan, if it is not None."""
+    statistics, padded, and lse., (batch, head, token); flags[program] = 1 if dQ. has a nan, if it is not None. EVEN:
+    blocks of keys are whole."""
     DTYPE: gl.constexpr = q.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, KEYS, 16])
     rows: gl.constexpr = gl.SliceLayout(1, scores)
@@ -148,8 +155,8 @@ def hvp_kernel(
     tma_load(q, [b, h, first, 0], bars.index(0), q_box.index(0))
     tma_load(tq, [b, h, first, 0], bars.index(0), tq_box.index(0))
     tma_load(do, [b, h, first, 0], bars.index(0), do_box.index(0))
-    load_two(v, tv, bars.index(2), v_box, tv_box, b, h_kv, lo)
-    load_two(k, tk, bars.index(1), k_box, tk_box, b, h_kv, lo)
+    load_two(v, tv, bars.index(2), v_box, tv_box, b, h_kv, lo, True)
+    load_two(k, tk, bars.index(1), k_box, tk_box, b, h_kv, lo, True)
     i = first + gl.arange(0, QUERIES, rows)
     row = (b * heads + h).to(gl.int64)
     lse2_i = gl.load(lse2 + row * padded_tokens + i)
@@ -186,8 +193,7 @@ def hvp_kernel(
         if after is not None:
             edge = edge | (at + KEYS - 1 > position + after)
         if edge:
-            j = at + gl.arange(0, KEYS, gl.SliceLayout(0, scores))
-            p = gl.where(is_visible((i + (n_k - n_q))[:, None], j[None, :], n_k, before, after), p, 0.0)
+            p = masked(p, i + (n_k - n_q), at, n_k, before, after, EVEN)
         ts = warpgroup_mma_wait(0, deps=(ts,))
         ts = ts * rate - tlse_i[:, None]
         pairs.index(zero).store(downcast(p * ts, DTYPE))
@@ -195,8 +201,7 @@ def hvp_kernel(
         tds = downcast(ds * ts + p * (tdp - tdelta_i[:, None]), DTYPE)
         ds = downcast(ds, DTYPE)
         store_tile(pairs.index(zero + 1), tds)  # its barrier also says: both warpgroups have read V and V.
-        if has_next:
-            load_two(v, tv, bars.index(2), v_box, tv_box, b, h_kv, at + KEYS)
+        load_two(v, tv, bars.index(2), v_box, tv_box, b, h_kv, at + KEYS, has_next)
         dv = warpgroup_mma(pairs.index(zero).permute((1, 0)), do_tile, zero_block, use_acc=False, is_async=True)
         acc = warpgroup_mma(gl.convert_layout(tds, operand), k_tile, acc, is_async=True)
         dk = warpgroup_mma(pairs.index(zero + 1).permute((1, 0)), q_tile, zero_block, use_acc=False, is_async=True)
@@ -208,8 +213,7 @@ def hvp_kernel(
         add_block(dv_sums, sums, dv, b, h_kv, at)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         barrier()  # both have read K and K.
-        if has_next:
-            load_two(k, tk, bars.index(1), k_box, tk_box, b, h_kv, at + KEYS)
+        load_two(k, tk, bars.index(1), k_box, tk_box, b, h_kv, at + KEYS, has_next)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         n += 1
         mbarrier.wait(bars.index(2), n & 1, pred=has_next)

@@ -53,7 +53,7 @@ def hvp_launch(request: Request, tensors: HvpTensors) -> Launch:
         *(size.heads, size.heads // size.kv_heads, spec.scale * LOG2E.value, spec.scale),
     )
     programs = size.programs(size.n_q, size.heads, QUERIES.value)
-    return Launch(hvp_kernel, programs, args, {"D": size.d, "num_warps": 8})
+    return Launch(hvp_kernel, programs, args, {"D": size.d, "EVEN": size.n_k % KEYS.value == 0, "num_warps": 8})
 
 
 ONE_PASS = OnePass(new_sums, hvp_launch, Tile(QUERIES.value, KEYS.value, 8, 1))
