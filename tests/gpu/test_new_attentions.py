@@ -164,18 +164,21 @@ def test_nsa(block: int, heads: int, kv_heads: int, backend: str) -> None:
         assert error <= 2 * theirs + 1e-3 * truth.norm().item(), f"result {n}: {error:.1e}, torch's {theirs:.1e}"
 
 
-def test_moba() -> None:
+@pytest.mark.parametrize("block", [128, 256])
+def test_moba(block: int) -> None:
+    """Blocks of more than 128 keys: dq is added to the rows of the queries."""
     from tilewise.sparse.moba import best_before, mean_key_gate
 
     torch.manual_seed(0)
     x = [randn(2, 1024, heads, 128) for heads in (4, 2, 2)]
-    chosen = best_before(mean_key_gate(x[0], x[1], 128), 128, 2)
-    blocks = torch.zeros(2, 1024, 4, 9, dtype=torch.bool, device="cuda")
-    blocks = blocks.scatter_(3, torch.where(chosen < 0, 8, chosen), True)[..., :-1]
-    own = torch.arange(1024, device="cuda") // 128
-    blocks |= own[None, :, None, None] == torch.arange(8, device="cuda")
-    seen = blocks.repeat_interleave(128, 3).transpose(1, 2) & causal(1024, 1024)
-    check(lambda q, k, v: sparse.moba(q, k, v, block_size=128, top_k=3), x, seen)
+    count = 1024 // block
+    chosen = best_before(mean_key_gate(x[0], x[1], block), block, 2).long()
+    blocks = torch.zeros(2, 1024, 4, count + 1, dtype=torch.bool, device="cuda")
+    blocks = blocks.scatter_(3, torch.where(chosen < 0, count, chosen), True)[..., :-1]
+    own = torch.arange(1024, device="cuda") // block
+    blocks |= own[None, :, None, None] == torch.arange(count, device="cuda")
+    seen = blocks.repeat_interleave(block, 3).transpose(1, 2) & causal(1024, 1024)
+    check(lambda q, k, v: sparse.moba(q, k, v, block_size=block, top_k=3), x, seen)
 
 
 @pytest.mark.parametrize("block", [64, 256])

@@ -14,6 +14,7 @@ from tests.cases import Case
 CASES = {
     "causal": Case(batch=2, n_q=256, n_k=256, after=0),
     "full, odd, grouped heads": Case(n_q=131, n_k=77, heads=4, kv_heads=2),
+    "full, even, grouped heads": Case(n_q=256, n_k=200, heads=4, kv_heads=2),
     "window, more keys": Case(n_q=100, n_k=333, before=50, after=7),
     "packed, empty rows": Case(
         batch=3, n_q=310, n_k=300, heads=4, kv_heads=1, after=0, lengths=((150, 100), (0, 40), (160, 160))
@@ -26,6 +27,37 @@ DIMS = {"bfloat16": ((64, 64), (128, 128), (256, 256), (72, 40)), "float32": ((6
 @pytest.mark.parametrize("name", CASES)
 def test_within_budget(name: str, dtype: str, dims: tuple[int, int]) -> None:
     second.check(replace(CASES[name], dtype=dtype, d=dims[0], dv=dims[1]), "triton", "cuda")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", [name for name in CASES if "packed" not in name])
+def test_one_pass(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hopper backend's: dk and dv are added to float32 sums by TMA."""
+    hvp = pytest.importorskip("tilewise.backends.hopper.hvp_launches")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    ran: list[object] = []
+    made = hvp.ONE_PASS._replace(launch=lambda *given: (ran.append(1), hvp.hvp_launch(*given))[1])
+    monkeypatch.setattr(hvp, "ONE_PASS", made)
+    second.check(replace(CASES[name], dtype="bfloat16", d=dim, dv=dim), "hopper", "cuda")
+    assert ran
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_hidden_nan(which: int) -> None:
+    """Keys that a query does not see, and queries that do not see a key, change nothing for it."""
+    q, k, v, dout, *along = (torch.randn(1, 320, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(7))
+    found = []
+    for bad in (0.0, torch.nan):
+        leaves = [t.clone() for t in (q, k, v)]
+        leaves[which][:, -1 if which else 0] = bad
+        leaves = [t.requires_grad_() for t in leaves]
+        grads = torch.autograd.grad(tilewise.attention(*leaves, causal=True), leaves, dout, create_graph=True)
+        dq, dk, dv = torch.autograd.grad(grads, leaves, along, retain_graph=True)
+        found.append([dq[:, :-1]] if which else [dk[:, 1:], dv[:, 1:]])
+    for a, b in zip(*found, strict=True):
+        assert b.isfinite().all()
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
 
 
 def test_auto() -> None:

@@ -81,8 +81,9 @@ class KernelBackend:
         from .common.hvp_launches import build_hvp
         from .common.kernel_call import KernelCall
 
+        one_pass = self._module("hvp_launches").ONE_PASS if self.name == "hopper" else None
         tensors = *request.tensors(), *bwd_inputs, *tangents
-        return KernelCall(build_hvp(request.spec), tensors, request.q.device)
+        return KernelCall(build_hvp(request.spec, one_pass), tensors, request.q.device)
 
 
 BACKENDS: tuple[Backend, ...] = (  # in the order of "auto"

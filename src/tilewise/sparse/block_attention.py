@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..autograd import first_order
 from ..ops.dense import registered
-from ..request import Gpu, Request, Spec, arguments, gpu_of
+from ..request import BackwardInputs, Gpu, Request, Spec, arguments, gpu_of
 
 _library = torch.library.Library("tilewise_sparse", "FRAGMENT")
 _library.define(
@@ -30,6 +30,11 @@ _library.define(f"block_parts(Tensor q, Tensor k, Tensor v, {_choices}) -> (Tens
 _library.define(
     f"block_parts_backward(Tensor[] saved, Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor, Tensor)"
 )
+_library.define(
+    "scattered_backward(Tensor[] rows, Tensor lines, Tensor cu_q, Tensor cu_k, SymInt count, bool even, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.define("add_sums(Tensor base, Tensor sums, float scale) -> Tensor")
 FUSED = "auto", "triton"  # backends whose small blocks have kernels of their own
 
 FIRST_ORDER = "one of moba or nsa", "first derivatives; tilewise.attention with a mask_mod has second ones"
@@ -153,14 +158,18 @@ def _gradients(
         part, dk, dv = torch.ops.tilewise_sparse.block_parts_backward(rows, q, k, v, *numbers)
         dq = combined(None, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
         return dq, dk, dv
-    own = _own_blocks(q, k, v, starts, sizes, sizes.spec._replace(partial=True))
+    scatters = choices is not None and _is_scattered(q, v, choices, sizes.spec)
+    own = _own_blocks(q, k, v, starts, sizes, sizes.spec if scatters else sizes.spec._replace(partial=True))
     own_out, own_lse, own_dout = (_by_block(x, sizes) for x in saved)
     grads = registered("backward")(own_out, own_lse.transpose(-1, -2).contiguous(), own_dout, None, *arguments(own))
     dq, dk, dv = (g.reshape(x.shape) for g, x in zip(grads, inputs, strict=True))
     if choices is not None:
-        part, *others = _part_gradients(inputs, saved, choices, sizes)
-        base = dq.reshape(len(choices.positions), -1, q.shape[2])
-        dq = combined(base, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
+        part, *others = _part_gradients(inputs, saved, choices, sizes, scatters)
+        if scatters:
+            dq = torch.ops.tilewise_sparse.add_sums(dq, part, sizes.spec.scale)
+        else:
+            base = dq.reshape(len(choices.positions), -1, q.shape[2])
+            dq = combined(base, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
         by_head = _transposed(k.shape[1], k.shape[0], k.device).int()[:, None]
         dk, dv = (
             combined(a.reshape(-1, 1, a.shape[2]), None, b, None, by_head, x.dtype)[0].reshape(x.shape)
@@ -179,14 +188,22 @@ def _with_own(chosen: Tensor, k: Tensor, starts: Tensor, sizes: Sizes) -> Sorted
 
 
 def _part_gradients(
-    inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], lists: Sorted, sizes: Sizes
+    inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], lists: Sorted, sizes: Sizes, scatters: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq of the choices; dk and dv by KV head, (Hk T, 1, D). `saved`: out, lse and dout."""
+    """dq of the choices, or if it `scatters` their sums for `add_sums`; dk and dv by KV head, (Hk T, 1, D). `saved`:
+    out, lse and dout."""
     q, k, v = inputs
     out, lse, dout = saved
     delta = torch.ops.tilewise_sparse.row_dots(out, dout)
     rows_lse, rows_delta = (lists.rows(x[..., None])[:, :, 0].mT.contiguous() for x in (lse, -delta))
     rows_dout = lists.rows(dout)
+    if scatters:
+        rows = *_other_blocks(q, k, v, lists, sizes.spec)[:3], rows_dout, rows_lse, rows_delta
+        numbers = q.shape[0] * q.shape[1], sizes.even, sizes.spec.scale
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.tilewise_sparse.scattered_backward(
+            rows, lists.lines.int(), lists.cu_q, lists.cu_k, *numbers
+        )
+        return found
     nothing = out.new_zeros(1).expand_as(rows_dout)  # rowsum(dO * O) is given as a gradient of lse
     request = _other_blocks(q, k, v, lists, sizes.spec)
     dq, dk, dv = registered("backward")(nothing, rows_lse, rows_dout, rows_delta, *arguments(request))
@@ -199,6 +216,16 @@ def _is_fused(q: Tensor, v: Tensor, choosers: int, sizes: Sizes) -> bool:
     small = sizes.block_size <= 128 and max(q.shape[2], v.shape[2]) <= 128 and group <= 64
     halves = q.dtype in (torch.float16, torch.bfloat16)
     return small and halves and sizes.spec.backend in FUSED and gpu_of(q.device) == Gpu("cuda", 90)
+
+
+def _is_scattered(q: Tensor, v: Tensor, lists: Sorted, spec: Spec) -> bool:
+    """Whether the Hopper backward adds dq of the choices to the rows of their queries: without `deterministic`, and for
+    the head dims of which a row is some power of two of columns in registers."""
+    d, dv = q.shape[2], v.shape[2]
+    fits = d in (64, 128) and dv <= 128 and dv % 8 == 0 and lists.lines.shape[0] > 0
+    halves = q.dtype in (torch.float16, torch.bfloat16)
+    able = spec.backend not in ("triton", "reference") and gpu_of(q.device) == Gpu("cuda", 90)
+    return fits and halves and able and not spec.deterministic
 
 
 def _choices_of(q: Tensor, lists: Sorted, starts: Tensor, sizes: Sizes) -> tuple[Any, ...]:
@@ -222,6 +249,48 @@ def _block_parts_backward(
 
     with torch.cuda.device_of(q):
         return block_parts.backward(q, k, v, block_parts.Choices(*choices), tuple(saved))
+
+
+@torch.library.impl(_library, "scattered_backward", "CompositeExplicitAutograd")
+def _scattered_backward(
+    rows: list[Tensor], lines: Tensor, cu_q: Tensor, cu_k: Tensor, count: int, even: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rows`: q, k, v, dout, lse and -delta of packed sequences. Returns the sums of dq, (count, D), dk and dv. `even`:
+    every key is in some sequence; others get zeros."""
+    from ..backends.common.launch import DeviceMemory, multiprocessors
+    from ..backends.hopper.backward_launches import scattered_launches
+
+    q, k, v, dout, lse, dlse = rows
+    request = Request(q, k, v, Spec(scale), cu_q=cu_q, cu_k=cu_k)
+    sums = torch.zeros(64 + count, q.shape[2], dtype=torch.float32, device=q.device)
+    new = torch.empty_like if even else torch.zeros_like
+    grads = sums, new(k), new(v)
+    memory = DeviceMemory(q.device)
+    bwd_inputs = BackwardInputs(dout, lse, dout, dlse)  # out is not read
+    with torch.cuda.device_of(q):
+        for launch in scattered_launches(request, bwd_inputs, grads, lines, multiprocessors(q.device), memory):
+            launch()
+    return sums[64:], *grads[1:]
+
+
+@torch.library.register_fake("tilewise_sparse::scattered_backward", lib=_library)
+def _scattered_backward_fake(rows: list[Tensor], lines: Any, cu_q: Any, cu_k: Any, count: int, *numbers: Any) -> Any:
+    q, k, v, *_ = rows
+    return q.new_empty((count, q.shape[2]), dtype=torch.float32), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@torch.library.impl(_library, "add_sums", "CompositeExplicitAutograd")
+def _add_sums(base: Tensor, sums: Tensor, scale: float) -> Tensor:
+    """base + scale * sums of `scattered_backward`."""
+    from ..backends.common import combine_parts
+
+    with torch.cuda.device_of(base):
+        return combine_parts.add_sums(base.contiguous(), sums, scale)
+
+
+@torch.library.register_fake("tilewise_sparse::add_sums", lib=_library)
+def _add_sums_fake(base: Tensor, sums: Tensor, scale: float) -> Tensor:
+    return base.new_empty(base.shape)
 
 
 @torch.library.register_fake("tilewise_sparse::block_parts", lib=_library)

@@ -147,8 +147,9 @@ def _negate_dropped(p: Value, words: Value, threshold: int) -> Value:
     return Value(torch.where(bits >= threshold, p.data, -p.data))
 
 
-def _tma_load(descriptor: Descriptor, at: list[int], barrier: Barrier, target: Memory) -> None:
-    machine.copy_in(descriptor.read(at), target.shared, barrier, descriptor.name)
+def _tma_load(descriptor: Descriptor, at: list[int], barrier: Barrier, target: Memory, pred: Any = True) -> None:
+    if pred:
+        machine.copy_in(descriptor.read(at), target.shared, barrier, descriptor.name)
 
 
 def _copy_async(target: Memory, pointer: Pointer, mask: Any = None) -> None:

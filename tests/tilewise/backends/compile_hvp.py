@@ -1,10 +1,11 @@
-"""Compiles the kernels of second derivatives for rows on standard input: {"arch", "dtype", "dim", "packed", "group"}.
-Prints a line of JSON for each kernel of each row."""
+"""Compiles the kernels of second derivatives for rows on standard input: {"arch", "dtype", "dim", "packed", "group",
+"one_pass": whether the Hopper kernel runs, "window"}. Prints a line of JSON for each kernel of each row."""
 
 from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,19 +15,28 @@ from tilewise.backends.common.launch import DeviceMemory, Target
 from tilewise.request import Gpu, Request, Spec
 from tilewise_lab.costs.compiled import compile_for
 
-KERNELS = ("jvp_kernel", "hvp_key_kernel", "hvp_query_kernel")
+KERNELS = ("jvp_kernel", "hvp_key_kernel", "hvp_query_kernel", "hvp_kernel")
 
 
-def launches(arch: int, dtype: str, dim: int, packed: bool = False, group: int = 1) -> list[Any]:
+def launches(
+    arch: int,
+    dtype: str,
+    dim: int,
+    packed: bool = False,
+    group: int = 1,
+    one_pass: bool = False,
+    window: tuple[int | None, int | None] = (None, 0),
+) -> list[Any]:
     n = 1024
     shape = (n,) if packed else (1, n)
     q, k = (torch.empty(*shape, heads, dim, dtype=getattr(torch, dtype)) for heads in (2 * group, 2))
     lse = torch.empty(*shape[:-1], 2 * group, n)
     cu = torch.tensor([0, n], dtype=torch.int32) if packed else None
-    request = Request(q, k, k, Spec(scale=0.125, after=0), cu_q=cu, cu_k=cu)
+    request = Request(q, k, k, Spec(scale=0.125, before=window[0], after=window[1]), cu_q=cu, cu_k=cu)
     tensors = *request.tensors(), q, lse, q, lse, q, k, k
     target = Target(Gpu("cuda", arch), 132)
-    return list(build_hvp(request.spec)(tensors, target, DeviceMemory(q.device)).launches)
+    made = import_module("tilewise.backends.hopper.hvp_launches").ONE_PASS if one_pass else None
+    return list(build_hvp(request.spec, made)(tensors, target, DeviceMemory(q.device)).launches)
 
 
 if __name__ == "__main__":

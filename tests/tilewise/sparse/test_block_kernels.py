@@ -131,6 +131,17 @@ def test_row_dots(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(combine_parts.row_dots(a, b).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_add_sums(d: int) -> None:
+    """Of 16 columns 8 b + 2 l + e, the sum of one is at 4 l + 2 b + e."""
+    from tilewise.backends.common import combine_parts
+
+    torch.manual_seed(d)
+    base, sums = torch.randn(5, 3, d), torch.randn(5, 3, d)
+    stored = sums.unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).reshape(-1, d)
+    torch.testing.assert_close(combine_parts.add_sums(base, stored, 0.25), base + 0.25 * sums)
+
+
 def test_gather() -> None:
     from tilewise.backends.common import combine_parts
 

@@ -91,6 +91,28 @@ def combine(
 
 
 @triton.jit(**ANY_SIZE)
+def add_sums_kernel(base, sums, out, rows, scale, CONFIG: tl.constexpr):
+    """out = base + scale * sums, whose columns are in the order of `hopper/register_order.in_fours`."""
+    r = tl.program_id(0).to(tl.int64) * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
+    d = tl.arange(0, CONFIG.BLOCK_D)[None, :]
+    place = (d & -16) + ((d & 6) << 1) + ((d & 8) >> 2) + (d & 1)
+    exists = (r < rows)[:, None]
+    x = tl.load(base + r[:, None] * CONFIG.D + d, mask=exists, other=0.0).to(tl.float32)
+    y = tl.load(sums + r[:, None] * CONFIG.D + place, mask=exists, other=0.0)
+    tl.store(out + r[:, None] * CONFIG.D + d, (x + scale * y).to(out.dtype.element_ty), mask=exists)
+
+
+def add_sums(base: Tensor, sums: Tensor, scale: float) -> Tensor:
+    """base + scale * sums in base's dtype. Head dims are powers of two, both tensors contiguous."""
+    out = torch.empty_like(base)
+    d, rows = base.shape[-1], base.numel() // base.shape[-1]
+    block = max(1, (256 if INTERPRETED else ELEMENTS) // d)
+    options = {"CONFIG": PartConfig(1, d, block, d), "num_warps": 4}
+    Launch(add_sums_kernel, -(-rows // block), (base, sums, out, rows, scale), options)()
+    return out
+
+
+@triton.jit(**ANY_SIZE)
 def gather_kernel(x, lines, out, count, CONFIG: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
     d = tl.arange(0, CONFIG.BLOCK_D)[None, :]

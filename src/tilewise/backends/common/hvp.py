@@ -8,7 +8,8 @@ for the tangent; `jvp.py` computes o. and lse. before:
     dq. = scale * (ds. k + ds k.)        dk. = scale * (ds.^T q + ds^T q.)        dv. = p.^T do
 do and dlse are constant. The Hessian is symmetric, so these are also the gradients of <dq, q.> + <dk, k.> + <dv, v.>
 with respect to q, k and v; those with respect to do and dlse are o. and lse. As in `device/gradients.py`, no sum is
-split between programs, and tiles of keys are computed transposed.
+split between programs, and tiles of keys are computed transposed. On Hopper one pass may compute all three
+(`hopper/hvp.py`): it leaves float32 sums of dk. and dv., which `hvp_key_kernel` rounds.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,8 @@ from .repair import CHECKED, begin, end_of_checked
 
 class HvpTensors(NamedTuple):
     """Views of q, k, v and do, of the row statistics, and of the tangents of q, k and v; the tangents of lse, (batch,
-    head, token), and of delta (a row statistic); views of the results; the flags of the NaN repair pass, or None."""
+    head, token), and of delta (a row statistic); views of the results; the flags of the NaN repair pass, or None; and
+    in one pass the sums of dK. / rate and dV., contiguous (batch, KV head, token, dim)."""
 
     q: tl.tuple
     k: tl.tuple
@@ -45,6 +47,23 @@ class HvpTensors(NamedTuple):
     dk: tl.tuple = None
     dv: tl.tuple = None
     flags: tl.tensor = None
+    dk_acc: tl.tensor = None
+    dv_acc: tl.tensor = None
+
+
+@triton.jit
+def zero_kernel(sums, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(sums + at, 0.0, mask=at < count)
+
+
+@triton.jit
+def load_sums(sums, heads, w, ROWS: tl.constexpr, D: tl.constexpr):
+    """The sums of the ROWS keys at w."""
+    row = (w.b * heads + w.h).to(tl.int64) * w.n_k + w.first
+    exists = w.first + tl.arange(0, ROWS)[:, None] < w.n_k
+    at = sums + row * D + (tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :])
+    return tl.load(at, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -255,17 +274,20 @@ def hvp_key_kernel(
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """dK., dV., or both; flags as in `hvp_query_kernel`. `heads` counts KV heads; a program sums over the GROUP query
-    heads that share its KV head."""
+    """dK., dV., or both, or their sums rounded; flags as in `hvp_query_kernel`. `heads` counts KV heads; a program sums
+    over the GROUP query heads that share its KV head."""
     if tensors.flags is not None:
         tl.store(tensors.flags + tl.program_id(0), 0)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     w = locate(tl.program_id(0), grid, seqs, cu_k, CONFIG.BLOCK_N)
     if w.first < w.n_k:
-        dk_acc, dv_acc = key_tangents(
-            tensors, grid, seqs, w, rate, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False
-        )
+        if tensors.dk_acc is None:
+            params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
+            dk_acc, dv_acc = key_tangents(tensors, grid, seqs, w, rate, params, CONFIG, False)
+        else:
+            dk_acc = load_sums(tensors.dk_acc, heads, w, CONFIG.BLOCK_N, CONFIG.D)
+            dv_acc = load_sums(tensors.dv_acc, heads, w, CONFIG.BLOCK_N, CONFIG.DV)
         # num_programs(1) is 1, which the compiler does not know: the tile is located again, not kept in registers
         pid = tl.program_id(0) * tl.num_programs(1)
         w = locate(pid, grid, seqs, cu_k, CONFIG.BLOCK_N)

@@ -18,7 +18,7 @@ from .pdl import gdc_launch_dependents
 
 
 class RowTensors(NamedTuple):
-    """Views of o and do; lse and dlse; and the padded row statistics."""
+    """Views of o and do, of None if dlse is all of -delta; lse and dlse; and the padded row statistics."""
 
     o: tl.tuple
     do: tl.tuple
@@ -45,11 +45,13 @@ def store_row_statistics(tensors, grid, seqs, CONFIG: tl.constexpr):
     w = locate(tl.program_id(0), grid, seqs, seqs.cu_q, BLOCK_M)
     if w.first < w.n_q:
         i = w.first + tl.arange(0, BLOCK_M)
-        o_rows = Rows(tensors.o, w.b, w.h, w.q0, w.first, w.n_q)
-        do_rows = Rows(tensors.do, w.b, w.h, w.q0, w.first, w.n_q)
-        o_tile = load_rows(o_rows, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, False).to(tl.float32)
-        do_tile = load_rows(do_rows, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, False).to(tl.float32)
-        delta_i = tl.sum(o_tile * do_tile, 1)
+        delta_i = tl.full([BLOCK_M], 0.0, tl.float32)
+        if tensors.o.ptr is not None:
+            o_rows = Rows(tensors.o, w.b, w.h, w.q0, w.first, w.n_q)
+            do_rows = Rows(tensors.do, w.b, w.h, w.q0, w.first, w.n_q)
+            o_tile = load_rows(o_rows, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, False).to(tl.float32)
+            do_tile = load_rows(do_rows, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, False).to(tl.float32)
+            delta_i += tl.sum(o_tile * do_tile, 1)
         exists = i < w.n_q
         if tensors.dlse is not None:
             dlse_pointers = row_pointers(tensors.dlse, seqs.n_q, grid.heads, w.b, w.h, w.q0, i, PACKED)

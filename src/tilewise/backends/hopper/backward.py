@@ -53,7 +53,7 @@ from .column_parts import (
     zero_acc,
     zero_part,
 )
-from .dq_accumulation import DS_READ, DS_STORED, add_dq, issue_dq, reduce_dq
+from .dq_accumulation import DS_READ, DS_STORED, add_dq, issue_dq, load_lines, reduce_dq
 from .dropout import downcast_weights, score_gradients, sequence_word, with_signs
 from .gluon_compat import (
     arrive,
@@ -123,6 +123,7 @@ def attend_block(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.c
     old = cur ^ 1
     zero = opaque(gl.to_tensor(0))  # a known 0 would keep the descriptors of K, V and dS in 64 registers
     q = parts_at(queries.tiles, cur)
+    lines = 0 if FIRST else load_lines(params.outputs, block.dq_tile, WG, CONFIG)
 
     s = warpgroup_mma_wait(0, deps=(s,))  # ptxas follows a wgmma across a loop's back edge only to a wait for all
     if not LOAD_LATE:
@@ -173,7 +174,7 @@ def attend_block(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.c
         dk = issue_parts(ds16, q, dk)
         dq = warpgroup_mma_wait(PARTS, deps=(dq,))
         bar_arrive_dynamic(DS_READ + WG * 2 + cur, 256)
-        add_dq(dq, staging, params.outputs.dq_acc, block.dq_tile, n - 1, 0, WG, CONFIG)
+        add_dq(dq, staging, params.outputs, (block.dq_tile, lines), n - 1, 0, WG, CONFIG)
     # S of the next block; after the last block that of this one again, unused, instead of a branch around a wgmma
     mbarrier.wait(queries.full.index(old), ((n + 1) >> 1) & 1, pred=block.has_next)
     s = issue_abt(parts_at(kv.k, WG + zero), parts_at(queries.tiles, gl.where(block.has_next, old, cur)))
@@ -229,6 +230,7 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
         block = QueryBlock(m, h + g, i0, edge, has_mask_mod, has_next, tile, words, shift)
         s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, False, CONFIG)
     tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
+    lines = load_lines(params.outputs, tile, WG, CONFIG)
 
     zero = opaque(gl.to_tensor(0))
     cur = end & 1
@@ -244,7 +246,7 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     bar_sync_dynamic(DS_READ + (1 - WG) * 2 + cur, 256)
     if not CONFIG.TWO_PASSES:
         arrive(shared.kv.empty.index(0))  # before this the other warpgroup cannot start the next tile and arrive again
-    add_dq(dq, shared.staging, params.outputs.dq_acc, tile, end - 1, 0, WG, CONFIG)
+    add_dq(dq, shared.staging, params.outputs, (tile, lines), end - 1, 0, WG, CONFIG)
     return dk, ((s,) if CONFIG.TWO_PASSES else dv)
 
 
@@ -359,6 +361,7 @@ def backward_kernel(
     delta,
     dq_acc,
     dq_acc_desc,
+    dq_lines,
     dk,
     dk_rest,
     dv,
@@ -403,7 +406,7 @@ def backward_kernel(
         ),
         Params(
             Outputs(
-                *(dq_acc, dq_acc_desc, column_parts(dk, dk_rest), column_parts(dv, dv_rest)),
+                *(dq_acc, dq_acc_desc, dq_lines, column_parts(dk, dk_rest), column_parts(dv, dv_rest)),
                 *(dk_parts, dv_parts, flag, semaphores),
             ),
             *(

@@ -62,16 +62,19 @@ class Workspace(NamedTuple):
     split: Split | None
     dk_parts: Tensor | None
     dv_parts: Tensor | None
+    dq_lines: Tensor | None = None  # see `backward_tiles.Outputs`; dq_acc is then a result, and is not zeroed here
 
     @property
     def padded_tokens(self) -> int:
         return self.lse2.shape[1]
 
 
-def new_workspace(memory: Memory, size: CallShape, split: Split | None, widths: Widths | None = None) -> Workspace:
+def new_workspace(
+    memory: Memory, size: CallShape, split: Split | None, widths: Widths | None = None, has_dq: bool = True
+) -> Workspace:
     """`widths`: by default `column_widths`."""
     widths = widths or column_widths(size)
-    sizes = workspace_sizes(size, widths, 0 if split is None else split.parts)
+    sizes = workspace_sizes(size, widths, 0 if split is None else split.parts, has_dq)
     lse2, delta, dq_acc, counters, dk, dv = memory.empty((sum(sizes),), torch.float32).split(sizes)
     rows, counters = statistics_rows(size), counters.view(torch.int32)
     statistics = lse2.view(rows, -1), delta.view(rows, -1)
@@ -82,12 +85,12 @@ def new_workspace(memory: Memory, size: CallShape, split: Split | None, widths: 
 
 
 @lru_cache(LIMIT)
-def workspace_sizes(size: CallShape, widths: Widths, parts: int) -> tuple[int, ...]:
+def workspace_sizes(size: CallShape, widths: Widths, parts: int, has_dq: bool = True) -> tuple[int, ...]:
     """Float32 numbers of lse2, delta, dq_acc, the counters, and the parts of dK and dV."""
     d, dv = widths.columns
     tokens = statistics_rows(size) * size.tiles(size.n_q, PAD.value) * PAD.value
     keys = parts * size.programs(size.n_k, size.kv_heads, PAD.value) * PAD.value
-    return tokens, tokens, tokens * d, tokens // PAD.value * 4 + 64, keys * d, keys * dv
+    return tokens, tokens, tokens * d if has_dq else 0, tokens // PAD.value * 4 + 64, keys * d, keys * dv
 
 
 def statistics_rows(size: CallShape) -> int:
@@ -104,6 +107,7 @@ class BackwardCall(NamedTuple):
     space: Workspace
     size: CallShape
     mask_words: Tensor | None = None
+    lines: Tensor | None = None  # if dQ is scattered, the line of each query
 
     @property
     def lengths(self) -> tuple[Any, ...]:
@@ -150,7 +154,10 @@ def preprocess_launch(call: BackwardCall) -> Launch:
     out, lse, dout, dlse = call.bwd_inputs
     d, block_dv = space.widths.d, padded(size.dv, 64)
     tiles = space.padded_tokens // PAD.value
-    tensors = PreprocessTensors(view(out), view(dout), lse, dlse, *call.statistics, space.dq_acc, space.counters)
+    lines, rows, sums = call.lines, (view(out), view(dout)), space.dq_acc
+    tensors = PreprocessTensors(*rows, lse, dlse, *call.statistics, sums, space.counters, lines, space.dq_lines)
+    if lines is not None:
+        tensors = tensors._replace(o=View(None, ()), do=View(None, ()), dq_acc=None)
     natural = has_large_scores(call.request)
     config = PreprocessConfig(size.dv, PAD.value, d, sum(d), block_dv, natural, not INTERPRETED)
     args = tensors, *call.lengths, tiles, size.heads, size.batch
@@ -174,7 +181,7 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool, has_wo
         tile.block_n,
         GROUP=request.q.shape[-2] // request.k.shape[-2],
         DETERMINISTIC=deterministic,
-        DQ_BY_TMA=tile.dq_by_tma or (deterministic and not wide),
+        DQ_BY_TMA=(tile.dq_by_tma and space.dq_lines is None) or (deterministic and not wide),
         HAS_TERMS=has_terms,
         FOLD_SCALE=fold_scale,
         SCORES_FIRST=(has_terms or has_words) and sum(d) > 64,
@@ -214,7 +221,7 @@ def dq_pieces(
 
 def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, scale: float, num_sms: int) -> Launch:
     """`score`, `score_scale`, `scale`: as `folded` returns them."""
-    request, bwd_inputs, (_, dk, dv), space, size, mask_words = call
+    request, bwd_inputs, (_, dk, dv), space, size, mask_words, _ = call
     q, k, v, spec = request[:4]
     split = space.split or Split()
     config = backward_config(request, space, score["FOLD"], mask_words is not None)
@@ -237,6 +244,7 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
         *part_descriptors(bwd_inputs.dout, config.BLOCK_M, config.DV),
         *statistics,
         *(space.dq_acc, TensorDescriptor(space.dq_acc, space.dq_acc.shape, (256, 1), dq_box, UNSWIZZLED)),
+        space.dq_lines,
         # of parts, only the box shapes of these two are used
         *part_descriptors(k if config.SPLIT else dk, 64, tuple(x // shares for x in config.D)),
         *part_descriptors(v if config.SPLIT else dv, 64, tuple(x // shares for x in config.DV)),
@@ -263,7 +271,7 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
 
 def rows_launches(call: BackwardCall, score_scale: float, scale: float) -> list[Launch]:
     """dQ, dK and dV of head dims above 256; see `backward_rows`."""
-    request, bwd_inputs, grads, space, size, _ = call
+    request, bwd_inputs, grads, space, size, *_ = call
     q, k, v, spec = request[:4]
     columns, group = COLUMNS.value, size.heads // size.kv_heads
     launches = []
@@ -289,7 +297,7 @@ def rows_launches(call: BackwardCall, score_scale: float, scale: float) -> list[
 
 
 def postprocess_launch(call: BackwardCall, scale: float) -> Launch:
-    request, bwd_inputs, grads, space, size, _ = call
+    request, bwd_inputs, grads, space, size, *_ = call
     spec, pad, rows = request.spec, PAD.value, REPAIR_ROWS
     dq, dk, dv = (view(x) for x in grads)
     dq_acc = space.dq_acc if space.widths.d else None
@@ -335,6 +343,26 @@ def new_repair_config(size: CallShape, block_d: int, block_dv: int) -> KernelCon
         PACKED=size.packed,
         OVERLAP=not INTERPRETED,
     )
+
+
+def scattered_launches(
+    request: Request,
+    bwd_inputs: BackwardInputs,
+    grads: tuple[Tensor, Tensor, Tensor],
+    lines: Tensor,
+    num_sms: int,
+    memory: Memory,
+) -> list[Launch]:
+    """The backward of packed sequences whose queries are copies of rows: head h of query i adds its dq, divided by the
+    scale, to row 64 + lines[i] * heads + h of grads[0], float32 zeros whose columns are `in_fours`. -dlse is all of
+    delta. Head dims 64 and 128 alone, without terms."""
+    size = call_shape(request)
+    space = new_workspace(memory, size, None, has_dq=False)
+    padded_lines = memory.empty(space.lse2.shape, torch.int32)
+    space = space._replace(dq_acc=grads[0].view(-1, 256), dq_lines=padded_lines)
+    call = BackwardCall(request, bwd_inputs, grads, space, size, lines=lines)
+    score, score_scale, scale = folded(request, GPU, derivative=True)
+    return [preprocess_launch(call), main_launch(call, score, score_scale, scale, num_sms)]
 
 
 def named_launches(

@@ -76,7 +76,7 @@ def attend_keys(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.co
         dq = wait_parts(PARTS, dq, ())
     bar_arrive_dynamic(DS_READ + WG * 2 + cur, 256)
     for piece in gl.static_range(len(dq)):
-        add_dq(dq[piece], staging, params.outputs.dq_acc, block.dq_tile, n - 1, piece, WG, CONFIG)
+        add_dq(dq[piece], staging, params.outputs, (block.dq_tile, 0), n - 1, piece, WG, CONFIG)
     return s, dk, dv
 
 

@@ -74,12 +74,14 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The float32 sums of dQ, by pointer and by a TMA descriptor of rows of 256; dK and dV, by the descriptors of their
+    """The float32 sums of dQ, by pointer and by a TMA descriptor of rows of 256; or, if `dq_lines` is not None, rows to
+    which a query's dQ is added, and which of them, by padded token; dK and dV, by the descriptors of their
     column parts, or with SPLIT the float32 parts of each program; the flag of the NaN repair pass; a semaphore for each
     tile of dQ."""
 
     dq_acc: tl.tensor
     dq_acc_desc: tl.tensor
+    dq_lines: tl.tensor
     dk: tl.tuple
     dv: tl.tuple
     dk_parts: tl.tensor

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..common.device.tile_range import block_at
 from .backward_tiles import BLOCK_M, next_block, num_blocks, query_range
-from .column_parts import tile_at, total, zero_part
+from .column_parts import acc_layout, tile_at, total, zero_part
 from .gluon_compat import (
     bar_arrive,
     bar_arrive_dynamic,
@@ -27,7 +27,7 @@ from .gluon_compat import (
     warpgroup_mma,
 )
 from .pipeline import make_mbarriers, phase, release_tile_info, wait_tile_info
-from .register_order import in_register_order, register_order_pointers
+from .register_order import halves_of_rows, in_fours, in_register_order, register_order_pointers
 
 # named barrier of a warp that adds dQ, plus the warp's number: dQ is in shared memory
 DQ_STORED: gl.constexpr = gl.constexpr(6)
@@ -61,6 +61,31 @@ def atomic_add_dq(dq_acc, dq, tile, PIECE: gl.constexpr, WG: gl.constexpr, CONFI
 
 
 @gluon.jit
+def load_lines(outputs, tile, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """The rows to which warpgroup WG's rows of a tile of dQ are added; 0 if they are not scattered."""
+    if outputs.dq_lines is None:
+        return 0
+    else:
+        layout: gl.constexpr = gl.SliceLayout(1, acc_layout(CONFIG.DQ_PIECES[WG][0][2]))
+        rows = (tile * 2 + WG if CONFIG.BLOCK_M == 128 else tile) * 64
+        return gl.load(outputs.dq_lines + rows + gl.arange(0, 64, layout))
+
+
+@gluon.jit
+def scatter_dq(outputs, dq, lines, PIECE: gl.constexpr, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Adds the rows of a piece of dQ to the rows `lines` of float32 sums, whose columns are `in_fours`."""
+    PLACE: gl.constexpr = CONFIG.DQ_PIECES[WG][PIECE]
+    D: gl.constexpr = CONFIG.D
+    parts = in_fours(dq)
+    rows = halves_of_rows(lines)
+    for half in gl.static_range(2):
+        x = parts[half]
+        row = gl.convert_layout(rows[half], gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+        c = first_column(PLACE, D) + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+        gl.atomic_add(outputs.dq_acc + row.to(gl.int64)[:, None] * total(D) + c[None, :], x, sem="relaxed")
+
+
+@gluon.jit
 def issue_dq(shared, buffer, zero, PIECE: gl.constexpr, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Issues a piece of this warpgroup's share of dQ = dS K, over the keys of both: some of the columns or, with 128
     queries, half of the rows."""
@@ -77,8 +102,10 @@ def issue_dq(shared, buffer, zero, PIECE: gl.constexpr, WG: gl.constexpr, CONFIG
 
 
 @gluon.jit
-def add_dq(dq, staging, dq_acc, tile, n, PIECE: gl.constexpr, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """Adds a piece of a tile of dQ, the n-th of this program, to global memory, or hands it to the warps that do."""
+def add_dq(dq, staging, outputs, at, n, PIECE: gl.constexpr, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Adds a piece of a tile of dQ, the n-th of this program, to global memory, or hands it to the warps that do. `at`:
+    the tile, and its `load_lines`."""
+    tile, lines = at
     if CONFIG.DQ_BY_TMA:
         mbarrier.wait(staging.dq_empty.index(0 if CONFIG.DETERMINISTIC else WG), phase(n, 1) ^ 1)
         staging.dq.index(WG).slice(0, dq.shape[1] // 4, dim=0).store(in_register_order(dq))
@@ -87,9 +114,11 @@ def add_dq(dq, staging, dq_acc, tile, n, PIECE: gl.constexpr, WG: gl.constexpr, 
             bar_arrive_dynamic(DQ_STORED + (n & 1), 288)
         else:
             bar_arrive(DQ_STORED + WG, 160)
+    elif outputs.dq_lines is not None:
+        scatter_dq(outputs, dq, lines, PIECE, WG, CONFIG)
     else:
         rows = tile * 2 + WG if CONFIG.BLOCK_M == 128 else tile
-        atomic_add_dq(dq_acc, dq, rows, PIECE, WG, CONFIG)
+        atomic_add_dq(outputs.dq_acc, dq, rows, PIECE, WG, CONFIG)
 
 
 @gluon.constexpr_function

@@ -18,7 +18,9 @@ ROWS: tl.constexpr = tl.constexpr(64)
 
 
 class PreprocessTensors(NamedTuple):
-    """o, do, lse, dlse (or None); and what is written: lse2, delta, zeros for dq_acc and the counters."""
+    """o, do, lse, dlse (or None); and what is written: lse2, delta, zeros for dq_acc (if it is not None) and the
+    counters. `lines`, if dQ is scattered: the line of each query, heads rows, which begin after ROWS rows for
+    padding; `dq_lines`: see `Outputs`."""
 
     o: tl.tuple
     do: tl.tuple
@@ -28,6 +30,8 @@ class PreprocessTensors(NamedTuple):
     delta: tl.tuple
     dq_acc: tl.tensor
     counters: tl.tensor
+    lines: tl.tensor = None
+    dq_lines: tl.tensor = None
 
 
 class PreprocessConfig(NamedTuple):
@@ -75,14 +79,22 @@ def preprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG
     if CONFIG.OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    o, do, lse, dlse, lse2, delta, dq_acc, counters = tensors
+    o, do, lse, dlse, lse2, delta, dq_acc, counters, lines, dq_lines = tensors
     pid = tl.program_id(0)
-    for part in tl.static_range(len(CONFIG.PARTS)):
-        zeros = dq_acc + (tl.cast(pid, tl.int64) * CONFIG.COLUMNS + part * CONFIG.PARTS[0]) * CONFIG.BLOCK_M
-        tl.store(zeros + tl.arange(0, CONFIG.BLOCK_M * CONFIG.PARTS[part]), 0.0)
+    if dq_acc is not None:
+        for part in tl.static_range(len(CONFIG.PARTS)):
+            zeros = dq_acc + (tl.cast(pid, tl.int64) * CONFIG.COLUMNS + part * CONFIG.PARTS[0]) * CONFIG.BLOCK_M
+            tl.store(zeros + tl.arange(0, CONFIG.BLOCK_M * CONFIG.PARTS[part]), 0.0)
     tl.store(counters + 4 * pid + tl.arange(0, 64), 0)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
-    store_row_statistics(RowTensors(o, do, lse, dlse, lse2, delta), Grid(tiles, heads, batch), seqs, CONFIG)
+    grid = Grid(tiles, heads, batch)
+    store_row_statistics(RowTensors(o, do, lse, dlse, lse2, delta), grid, seqs, CONFIG)
+    if lines is not None:
+        w = locate(pid, grid, seqs, cu_q, CONFIG.BLOCK_M)
+        i = w.first + tl.arange(0, CONFIG.BLOCK_M)
+        line = ROWS + tl.load(lines + w.q0 + i, mask=i < w.n_q, other=0) * heads + w.h
+        at = w.h * (tiles * CONFIG.BLOCK_M) + w.r0 + i
+        tl.store(dq_lines + at, tl.where(i < w.n_q, line, i % ROWS), mask=w.first < w.n_q)
 
 
 @triton.jit

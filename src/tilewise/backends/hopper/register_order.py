@@ -1,6 +1,7 @@
 """Float32 tiles in global memory in register order: each thread's values in fours, which it writes at once.
 
-`postprocess_kernel` restores the order of rows and columns.
+`postprocess_kernel` restores the order of rows and columns. Rows that are added to other rows, one by one, keep their
+order, and only their columns change places: see `in_fours`.
 """
 
 import triton.language as tl
@@ -35,3 +36,21 @@ def register_order_pointers(ptr, x, tile, FIRST: gl.constexpr, COLUMNS: gl.const
     c = gl.arange(0, 512, gl.SliceLayout(0, x.type.layout))[None, :] + zero
     first = ptr + (tl.cast(tile, tl.int64) * COLUMNS + FIRST) * 64
     return first + c.to(gl.int64) + r.to(gl.int64) * 512, x
+
+
+@gluon.jit
+def in_fours(x):
+    """[64, N] as two of [32, N], the upper and the lower 8 of each 16 rows, with the columns in an order in which a
+    thread has four next to each other: of 16 columns 8 b + 2 l + e, which lane l of a row holds for all b and e, the
+    column goes to 4 l + 2 b + e."""
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 16, 2, 4, 2]).permute((0, 2, 3, 5, 4, 6, 1))
+    upper, lower = gl.split(x)
+    return upper.reshape([32, N]), lower.reshape([32, N])
+
+
+@gluon.jit
+def halves_of_rows(x):
+    """[64] as two of [32], as `in_fours`."""
+    upper, lower = gl.split(x.reshape([4, 2, 8]).permute((0, 2, 1)))
+    return upper.reshape([32]), lower.reshape([32])

@@ -77,7 +77,7 @@ class NanMemory(DeviceMemory):
     """A workspace whose values are NaN until they are written."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return super().empty(shape, dtype).fill_(torch.nan)
+        return super().empty(shape, dtype).fill_(torch.nan if dtype.is_floating_point else 2**30)
 
 
 def gradients(
@@ -273,3 +273,28 @@ def test_missing_synchronisation_is_caught(case: Case, word: str, deterministic:
     broken = {"downcast": limping("consume 1"), word: lambda *_: None}
     with pytest.raises((emulator.RaceError, emulator.DeadlockError)):
         all(gradients(inputs, deterministic=deterministic, seed=seed, **broken) for seed in range(4))
+
+
+@pytest.mark.parametrize(("d", "dv", "heads"), [(64, 64, 1), (128, 128, 2), (128, 64, 1)])
+def test_scattered(d: int, dv: int, heads: int) -> None:
+    """Queries that are copies of rows: dq is added to the rows, in another order of columns."""
+    lengths = ((5, 40), (0, 60), (150, 130), (64, 80))
+    case = altered(PLAIN, d=d, dv=dv, heads=heads, batch=4, n_q=219, n_k=310, lengths=lengths)
+    _, q, k, v, dout, _, cu_q, cu_k = make(case, "cpu")
+    out, lse, dq, dk, dv_ = naive_grads(q, k, v, case.spec, dout, None, cu_q, cu_k)
+    lines = torch.randint(0, 100, (case.n_q,), generator=torch.Generator().manual_seed(0))
+    expected = torch.zeros(100, *dq.shape[1:], dtype=dq.dtype).index_add_(0, lines, dq)
+    delta = (out * dout).sum(-1).mT.float().contiguous()
+    request = Request(q, k, v, case.spec, cu_q=cu_q, cu_k=cu_k)
+    sums = torch.zeros(64 + 100 * heads, d)
+    grads = sums, torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
+    bwd_inputs = BackwardInputs(dout, lse.float(), dout, -delta)
+    for launch in hopper.scattered_launches(request, bwd_inputs, grads, lines.int(), 2, NanMemory(q.device)):
+        if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
+            emulator.launch(*launch)
+        else:
+            launch()
+    found = sums[64:].view(-1, d // 16, 4, 2, 2).transpose(2, 3).reshape(expected.shape) * case.spec.scale
+    assert not sums[:64].any()
+    for x, y in ((found, expected), (grads[1], dk), (grads[2], dv_)):
+        torch.testing.assert_close(x.double(), y.double(), atol=3e-2, rtol=3e-2)
