@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
+MOST_PROGRAMS = 3  # of the forward on one SM
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardTile:
