@@ -206,8 +206,7 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     n, t = progress
     end = n + num_blocks(queries, CONFIG)
     first = w.first + 64 * WG
-    HAS_V: gl.constexpr = CONFIG.V_IN_REGISTERS or (CONFIG.KEYS_IN_REGISTERS and WG == 1)
-    v = loaded_operands(shared.kv.v, WG, BLOCK_M) if HAS_V else ()
+    v = loaded_operands(shared.kv.v, WG, BLOCK_M) if CONFIG.V_IN_REGISTERS else ()
     keys = key_rows(w, t, v, params, WG)
     place = queries.start
     i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)

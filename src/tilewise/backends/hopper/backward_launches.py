@@ -38,7 +38,7 @@ from .postprocess import (
     postprocess_kernel,
     preprocess_kernel,
 )
-from .support import GPU, is_uneven
+from .support import GPU
 from .tiles import backward_tile
 
 REPAIR_ROWS = 16  # few registers: the postprocess has many programs on an SM
@@ -166,7 +166,6 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool, has_wo
     has_terms = not request._replace(seed=None).is_plain
     tile = backward_tile(sum(d), sum(dv), plain=plain, deterministic=deterministic)
     wide = tile.block_n == 64
-    two_passes = sum(d) > 128 and not wide
     return BackwardConfig(
         d,
         dv,
@@ -179,9 +178,8 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool, has_wo
         HAS_TERMS=has_terms,
         FOLD_SCALE=fold_scale,
         SCORES_FIRST=(has_terms or has_words) and sum(d) > 64,
-        TWO_PASSES=two_passes,
+        TWO_PASSES=sum(d) > 128 and not wide,
         V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain and not has_words,  # 172 bytes would spill
-        KEYS_IN_REGISTERS=two_passes and is_uneven(request.spec),  # full attention would be 2 to 9 % slower
         WIDE=wide,
         SPLIT=space.split is not None,
     )

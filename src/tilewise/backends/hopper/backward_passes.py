@@ -11,7 +11,7 @@ so dQ is added to global memory half as often as with tiles of 64 keys (`backwar
 
 from ..common.device.tile_range import block_at
 from .backward_tiles import QueryBlock, is_edge, log2_p, next_block, num_blocks
-from .column_parts import acc_layout, issue_abt, issue_parts, loaded_operands, operands, parts_at, wait_parts
+from .column_parts import acc_layout, issue_abt, issue_parts, operands, parts_at, wait_parts
 from .dq_accumulation import DS_READ, DS_STORED, add_dq, issue_dq
 from .gluon_compat import (
     arrive,
@@ -45,10 +45,7 @@ def attend_keys(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.co
     s = warpgroup_mma_wait(0, deps=(s,))  # ptxas follows a wgmma across a loop's back edge only to a wait for all
     lse2 = queries.statistics.index(cur).load(layout)
     mbarrier.wait(grads.full.index(cur), (n >> 1) & 1)
-    v = parts_at(kv.v, WG + zero)
-    if CONFIG.KEYS_IN_REGISTERS and WG == 1:
-        v = (keys.v[0],) if len(v) == 1 else (keys.v[0], v[1])
-    dp = issue_abt(v, parts_at(grads.tiles, cur))
+    dp = issue_abt(parts_at(kv.v, WG + zero), parts_at(grads.tiles, cur))
     s, _derivative = log2_p(s, lse2, keys, block, params, CONFIG)
     p = gl.exp2(s)
     mbarrier.wait(kv.full.index(0), phase(keys.t, 1))  # already satisfied; its branch keeps the next wait after exp2
@@ -93,8 +90,7 @@ def exponentiate(s, lse2, keys, block, params, CONFIG: gl.constexpr):
 @gluon.jit
 def attend_values(shared, acc, keys, queries, n, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     """The second pass, from block n on: dV of this warpgroup's half of the key tile. S^T of the next block is computed
-    before dV of this one, which overlaps with its exponentials. With K in registers, the next tile's K and V are loaded
-    meanwhile. `acc`: S^T of the first block, and dV, 0 before."""
+    before dV of this one, which overlaps with its exponentials. `acc`: S^T of the first block, and dV, 0 before."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
     PARTS: gl.constexpr = len(CONFIG.DV)
     layout: gl.constexpr = acc_layout(BLOCK_M)
@@ -105,9 +101,6 @@ def attend_values(shared, acc, keys, queries, n, params, WG: gl.constexpr, CONFI
     h = queries.head
     g = gl.to_tensor(0)
     s, dv = acc
-    if CONFIG.KEYS_IN_REGISTERS:
-        k = loaded_operands(kv.k, WG, BLOCK_M)
-        mbarrier.arrive(kv.empty.index(0), count=1)
     lse2 = rows.statistics.index(n & 1).load(layout)
     mbarrier.arrive(rows.empty.index(n & 1), count=1)
     block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, True, 0)
@@ -120,26 +113,19 @@ def attend_values(shared, acc, keys, queries, n, params, WG: gl.constexpr, CONFI
         new = cur ^ 1
         zero = opaque(gl.to_tensor(0))
         mbarrier.wait(rows.full.index(new), ((m + 1) >> 1) & 1)
-        if not CONFIG.KEYS_IN_REGISTERS:
-            k = parts_at(kv.k, WG + zero)
-            lse2 = rows.statistics.index(new).load(layout)  # ahead of a product: when it ends, all warps have read them
-        s = issue_abt(k, parts_at(rows.tiles, new))
+        lse2 = rows.statistics.index(new).load(layout)  # ahead of a product: when it ends, all warps have read them
+        s = issue_abt(parts_at(kv.k, WG + zero), parts_at(rows.tiles, new))
         mbarrier.wait(grads.full.index(cur), (m >> 1) & 1)
         p16 = operands((p,), dv)
         dv = issue_parts(p16, parts_at(grads.tiles, cur), dv)
         s = warpgroup_mma_wait(PARTS, deps=(s,))
-        if CONFIG.KEYS_IN_REGISTERS:  # loaded before, the statistics would spill
-            lse2 = rows.statistics.index(new).load(layout)
-            mbarrier.arrive(rows.empty.index(new), count=1)
-        else:
-            arrive(rows.empty.index(new))
+        arrive(rows.empty.index(new))
         p = exponentiate(s, lse2, keys, block, params, CONFIG)
         mbarrier.wait(grads.full.index(cur), (m >> 1) & 1)  # already satisfied; keeps the next wait after exp2
         dv = wait_parts(0, dv, p16)
         arrive(grads.empty.index(cur))
     last = end - 1
-    if not CONFIG.KEYS_IN_REGISTERS:
-        arrive(kv.empty.index(0))
+    arrive(kv.empty.index(0))
     mbarrier.wait(grads.full.index(last & 1), (last >> 1) & 1)
     p16 = operands((p,), dv)
     dv = wait_parts(0, issue_parts(p16, parts_at(grads.tiles, last & 1), dv), p16)

@@ -42,9 +42,8 @@ class BackwardConfig(NamedTuple):
     not atomics. FOLD_SCALE: the softmax multiplies q.k by the scale. SCORES_FIRST: the product that would overlap with
     the score terms (dP, in the wide kernel dQ) is issued after them, which leaves them 32 registers. TWO_PASSES: a tile
     visits its queries twice, the second time for dV (`backward_passes`). V_IN_REGISTERS: V is loaded once a tile; dP
-    then reads half as much shared memory. KEYS_IN_REGISTERS: the second pass has K in registers; in the first, the
-    warpgroup with fewer columns of dQ has the first part of V. WIDE: the kernel whose warpgroups share 64 keys. SPLIT:
-    several programs compute a tile of keys, and store parts of its dK and dV (see `key_parts`)."""
+    then reads half as much shared memory. WIDE: the kernel whose warpgroups share 64 keys. SPLIT: several programs
+    compute a tile of keys, and store parts of its dK and dV (see `key_parts`)."""
 
     D: tuple[int, ...]
     DV: tuple[int, ...]
@@ -59,7 +58,6 @@ class BackwardConfig(NamedTuple):
     SCORES_FIRST: bool = False
     TWO_PASSES: bool = False
     V_IN_REGISTERS: bool = False
-    KEYS_IN_REGISTERS: bool = False
     WIDE: bool = False
     SPLIT: bool = False
 

@@ -198,10 +198,6 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     q = q_operands(shared.q, q_slot, CONFIG)
     s = warpgroup_mma_wait(0, deps=(issue_qk(q, shared.k, start, CONFIG),))
     release(shared.k, start, STAGES)
-    flag = gl.to_tensor(0)
-    flags = outputs.repair.pointers.flags
-    if flags is not None:
-        flag = load_flag(flags, t - 1, WG, CONFIG)  # early: the fence before O is stored waits for it
     s = masked_scores(s, factor, tile, block, params, CONFIG)
     m_i = row_maximum(row_max(s), scale_log2, terms.large_scores)
     left, right = split_columns(s)
@@ -257,6 +253,10 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     arrive(shared.q.empty.index(q_slot))
     if CONFIG.RESCALE_LATE:
         acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
+    flag = gl.to_tensor(0)
+    flags = outputs.repair.pointers.flags
+    if flags is not None:
+        flag = load_flag(flags, t - 1, WG, CONFIG)
     wait_full(shared.v, stop - 1, STAGES)
     acc = finish_pv(issue_pv(p, shared.v, stop - 1, acc, WG, CONFIG), p, acc, rescaling, CONFIG)
     release(shared.v, stop - 1, STAGES)
