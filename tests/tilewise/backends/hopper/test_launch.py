@@ -232,14 +232,15 @@ def test_columns_are_cut_into_powers_of_two(d, expected):
 
 
 def test_short_calls_have_their_own_rows():
-    assert tiles.forward_tile(64, 64, banded=True, keys=1024).warpgroups == 2
-    assert tiles.forward_tile(64, 64, banded=True, keys=577).programs == 3
+    assert tiles.forward_tile(64, 64, banded=True, keys=1024).programs == 3
+    assert tiles.forward_tile(64, 64, banded=True, keys=2048).warpgroups == 3
+    assert tiles.forward_tile(64, 64, banded=True, keys=1024, plain=False).warpgroups == 2
     assert tiles.forward_tile(64, 64, banded=False, keys=577).programs == 2
     assert tiles.forward_tile(64, 64, banded=True, keys=None, window=100).programs == 1  # pages
     assert tiles.forward_tile(128, 128, banded=False, keys=1025).q_stages == 2
     assert tiles.forward_tile(64, 64, banded=False, keys=1024).warpgroups == 3
-    assert not tiles.forward_tile(64, 64, banded=False, keys=2048).lazy_rescale
-    assert tiles.forward_tile(64, 64, banded=False, keys=4096).lazy_rescale
+    assert not tiles.forward_tile(64, 64, banded=False, keys=4096).lazy_rescale
+    assert tiles.forward_tile(128, 128, banded=False, keys=4096, plain=False).lazy_rescale
     assert tiles.forward_tile(64, 64, banded=False, keys=512, plain=False).warpgroups == 2
 
 
