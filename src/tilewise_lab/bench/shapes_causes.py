@@ -45,10 +45,10 @@ class Tiles(NamedTuple):
 
 def call_of(case: Case) -> Call:
     lengths = tuple((n, n) for n in case.lengths) or None
-    tokens = sum(case.lengths) if case.lengths else case.seq
+    tokens = (sum(case.lengths),) * 2 if case.lengths else (case.n_q, case.seq)
     before, after = case.window, 0 if case.causal else None
     heads = case.heads, case.kv_heads, case.dim, case.dv
-    return Call(case.batch, tokens, tokens, *heads, case.dtype, before=before, after=after, lengths=lengths)
+    return Call(case.batch, *tokens, *heads, case.dtype, before=before, after=after, lengths=lengths)
 
 
 def causes(case: Case, which: str, seconds: float, device: Device, spills: int = 0) -> list[Cause]:
@@ -125,8 +125,9 @@ def _tiles_of_row(call: Call, kernel: Kernel, group: int, by_key: bool) -> list[
     if by_key:
         own, streamed, before, after = streamed, own, after, before
     found = []
-    for n in [n for n, _ in call.lengths] if call.lengths else [call.n_q]:
-        spans = [span(i, min(i + own, n), n, n, before, after, streamed) for i in range(0, n, own)]
+    for n_q, n_k in call.lengths or [(call.n_q, call.n_k)]:
+        n, others = (n_k, n_q) if by_key else (n_q, n_k)
+        spans = [span(i, min(i + own, n), n, others, before, after, streamed) for i in range(0, n, own)]
         found += [(group * steps, group * edges) for steps, edges in (spans if by_key else spans[::-1])]
     return found
 

@@ -29,13 +29,14 @@ class Compilation:
 
 def request_of(case: Case) -> Request:
     """The request of a case, of meta tensors."""
-    tokens = (sum(case.lengths),) if case.lengths else (case.batch, case.seq)
     dtype = getattr(torch, case.dtype)
 
-    def some(heads: int, dim: int) -> Tensor:
-        return torch.empty(*tokens, heads, dim, dtype=dtype, device="meta")
+    def some(tokens: int, heads: int, dim: int) -> Tensor:
+        outer = (sum(case.lengths),) if case.lengths else (case.batch, tokens)
+        return torch.empty(*outer, heads, dim, dtype=dtype, device="meta")
 
-    q, k, v = some(case.heads, case.dim), some(case.kv_heads, case.dim), some(case.kv_heads, case.dv)
+    q = some(case.n_q, case.heads, case.dim)
+    k, v = some(case.seq, case.kv_heads, case.dim), some(case.seq, case.kv_heads, case.dv)
     options = options_of({"causal": case.causal, "window": None if case.window is None else (case.window, 0)})
     if not case.lengths:
         return checks.dense(q, k, v, options)  # type: ignore[no-any-return]

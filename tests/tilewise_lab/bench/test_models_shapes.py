@@ -137,6 +137,14 @@ def test_causes_of_known_calls():
     assert few["idle SMs"].share == pytest.approx(1 - 64 / 132, abs=0.01)
     diagonal = names(Case(16, 1024, 32, 32, 128, True), "forward", 3e-4)
     assert diagonal["hidden pairs"].share == pytest.approx(1 / 9, abs=0.01)
+    few_queries = Case(1, 16384, 16, 16, 128, queries=1024)
+    for which, tiles in (("forward", 128), ("backward", 2048)):
+        seconds = few_queries.flops(which) / 700e12
+        found = names(few_queries, which, seconds)
+        assert found["rate of the tiles"].share == pytest.approx(700 / 989, abs=0.03)
+        starts = found.get("starts of tiles")
+        assert starts is None or starts.detail == f"{tiles} tiles"
+    assert request_of(few_queries).q.shape == (1, 1024, 16, 128)
     padded = names(Case(4, 4096, 16, 16, 72), "forward", 1e-3)
     assert padded["padded columns"].share == pytest.approx(0.1)
     large = names(Case(4, 8192, 16, 16, 128), "forward", 3.4e-3, spills=324)

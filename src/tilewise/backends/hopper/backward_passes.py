@@ -121,7 +121,7 @@ def attend_values(shared, acc, keys, queries, n, params, WG: gl.constexpr, CONFI
         s = warpgroup_mma_wait(PARTS, deps=(s,))
         arrive(rows.empty.index(new))
         p = exponentiate(s, lse2, keys, block, params, CONFIG)
-        mbarrier.wait(kv.full.index(0), phase(keys.t, 1))  # already satisfied; keeps the next wait after exp2
+        mbarrier.wait(grads.full.index(cur), (m >> 1) & 1)  # already satisfied; keeps the next wait after exp2
         dv = wait_parts(0, dv, p16)
         arrive(grads.empty.index(cur))
     last = end - 1

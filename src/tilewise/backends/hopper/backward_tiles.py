@@ -344,14 +344,19 @@ def log2_p(s, lse2, keys, block, params, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_rows_stage(rows, n, x, tokens, first, statistics, row, column):
-    """Producer, use n of a row pipeline: waits until the consumers have released use n - 2, then loads the tile and its
-    statistics."""
+def load_rows(rows, n, x, tokens, first, statistics):
+    """Producer, use n of a row pipeline: waits until the consumers have released use n - 2, announces the tile and its
+    `statistics`, and loads the tile."""
     full = rows.full.index(n % 2)
     mbarrier.wait(rows.empty.index(n % 2), phase(n, 2) ^ 1)
     expect_boxes(full, x, (statistics,), 1)
     load_parts(x, tokens, first, full, rows.tiles, n % 2)
-    tma_load(statistics, [row, column], full, rows.statistics.index(n % 2))
+
+
+@gluon.jit
+def load_statistics(rows, n, statistics, row, column):
+    """The rest of use n."""
+    tma_load(statistics, [row, column], rows.full.index(n % 2), rows.statistics.index(n % 2))
 
 
 @gluon.jit
@@ -368,10 +373,28 @@ def load_kv(kv, inputs, w, queries, t, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(shared, inputs, w, queries, n, t, params, CONFIG: gl.constexpr):
-    """Producer: loads the keys of the t-th tile and the queries that see them, from use n on. The first queries are
-    loaded while the keys of the tile before are still in use."""
+def load_first(shared, inputs, w, params, CONFIG: gl.constexpr):
+    """Producer: loads K, V and the first Q and dO of the program's first tile w, if it is one, and returns whether it
+    is. No launch of this call writes them, so they are on their way before the preprocess has ended."""
+    is_tile = w.first < w.n_k
+    if is_tile:
+        queries = query_range(w, params, CONFIG)
+        load_kv(shared.kv, inputs, w, queries, 0, CONFIG)
+        if queries.hi > queries.lo:
+            i0, _has_mask_mod = block_at(queries.start, params.terms.blocks, CONFIG.BLOCK_M)
+            tokens = Tokens(w.b, queries.head, w.q0, w.n_q)
+            load_rows(shared.q, 0, inputs.q, tokens, i0, inputs.lse2)
+            load_rows(shared.do, 0, inputs.do, tokens, i0, inputs.delta)
+    return is_tile
+
+
+@gluon.jit
+def load_blocks(shared, inputs, w, queries, progress, params, CONFIG: gl.constexpr):
+    """Producer: loads the keys of the t-th tile and the queries that see them, from use n on, but not what `load_first`
+    has loaded. The first queries are loaded while the keys of the tile before are still in use. `progress`: n, t and
+    whether the tile is new to the producer."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
+    n, t, is_new = progress
     blocks = opaque(params.padded_tokens) // BLOCK_M
     row = queries.dq_tile // blocks
     column = queries.dq_tile % blocks * BLOCK_M
@@ -384,10 +407,15 @@ def load_blocks(shared, inputs, w, queries, n, t, params, CONFIG: gl.constexpr):
             g = gl.where(m == half, 0, g)
         i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
         tokens = Tokens(w.b, queries.head + g, w.q0, w.n_q)
-        load_rows_stage(shared.q, m, inputs.q, tokens, i0, inputs.lse2, row + g, column + i0)
-        if m == n:
+        is_next = is_new | (m > n)
+        if is_next:
+            load_rows(shared.q, m, inputs.q, tokens, i0, inputs.lse2)
+        load_statistics(shared.q, m, inputs.lse2, row + g, column + i0)
+        if is_new & (m == n):
             load_kv(shared.kv, inputs, w, queries, t, CONFIG)
-        load_rows_stage(shared.do, m, inputs.do, tokens, i0, inputs.delta, row + g, column + i0)
+        if is_next:
+            load_rows(shared.do, m, inputs.do, tokens, i0, inputs.delta)
+        load_statistics(shared.do, m, inputs.delta, row + g, column + i0)
         place, g = next_block(queries, place, g, CONFIG)
 
 
@@ -395,19 +423,21 @@ def load_blocks(shared, inputs, w, queries, n, t, params, CONFIG: gl.constexpr):
 def produce(shared, inputs, tile_info, params, CONFIG: gl.constexpr):
     """Producer warp: draws key tiles and loads K and V, and Q, dO and their statistics block by block."""
     PACKED: gl.constexpr = params.cu_q is not None
-    gdc_wait()  # the consumers wait for what is loaded here
     scheduler = params.scheduler
     tile_id = gl.program_id(0)
     w = tile_work(tile_id, params, CONFIG)
+    is_loaded = load_first(shared, inputs, w, params, CONFIG)
+    gdc_wait()  # the consumers wait for what is loaded here
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
     while tile_id < scheduler.num_tiles:
         if w.first < w.n_k:
             write_tile_info(tile_info, t, w, PACKED)
             queries = query_range(w, params, CONFIG)
+            is_new = (t > 0) | (not is_loaded)
             if queries.hi > queries.lo:
-                load_blocks(shared, inputs, w, queries, n, t, params, CONFIG)
-            else:
+                load_blocks(shared, inputs, w, queries, (n, t, is_new), params, CONFIG)
+            elif is_new:
                 load_kv(shared.kv, inputs, w, queries, t, CONFIG)
             n += num_visits(queries, CONFIG)
             t += 1

@@ -35,24 +35,19 @@ class ForwardTile:
 # terms) -> tile; TFLOPS on an H200, bf16, 16384 tokens, hidden 2048, at S = 512 1024 4096 16384 by default.
 FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
     # causal and short, of the best peer (cuDNN): 64 x 512, 12 heads, 1.14, two programs 0.98, one of two warpgroups
-    # 0.92; 64 x 128 1.09, 1.05, 0.99; 8 x 323 1.48, 1.37, 1.13; window of 128, packed: 1.74, 1.45, 1.08
-    (64, 64, 640, True, True, ForwardTile(64, 1, lazy_rescale=False, programs=3)),
+    # 0.92; 64 x 128 1.09, 1.05, 0.99; 8 x 323 1.48, 1.37, 1.13; window of 128, packed: 1.74, 1.45, 1.08; 16 x 1024
+    # 1.07, one of two 0.98; 3 x 1463 1.15, one of three 0.97; 4 x 4096 0.94, 1.00
+    (64, 64, 1536, True, True, ForwardTile(64, 1, lazy_rescale=False, programs=3)),
     # full and short: 64 x 512, 12 heads, 1.04, 64 keys and three programs 1.03, one of two warpgroups 1.01; 1 x 512
     # 1.53, 1.37, 1.14; 2 x 128 1.67, 1.59, 1.32
     (64, 64, 640, False, True, ForwardTile(128, 1, lazy_rescale=False, programs=2)),
-    # causal and short: a third warpgroup mostly waits; 241 320 against 208 271, at 2048 371 against 377; packed
-    # 16 x 1024: 1.10 against 0.88 of FlashAttention-3; window of 128: 1.19 against 1.12
-    (64, 64, 1024, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
     # full and short, 64 x 512, 12 heads: 390, lazy 369, three warpgroups 331 (tiles of 192 rows); cuDNN 389; 32 x 577:
     # 1.27 of FlashAttention-3, lazy 1.19, three warpgroups 1.03 (768 rows of tiles instead of 640)
     (64, 64, 640, False, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
-    # full, 4 x 1500: 1.00 of FlashAttention-3, lazy 0.93: of few blocks more have a new maximum
-    (64, 64, 2048, False, True, ForwardTile(128, 3, ping_pong=True, lazy_rescale=False, stages=3)),
-    # causal, 4096 and 16384: 415 508; two stages 409 499, lazy 385 487
-    (64, 64, None, True, True, ForwardTile(128, 3, ping_pong=True, lazy_rescale=False, stages=3)),
-    # exponentials, not products, are the limit: three warpgroups overlap more of them, and ping-pong keeps them apart;
-    # full 380 420 503 525, without ping-pong 367 402 494 523; lazy 527, always 507, at 16384
-    (64, 64, None, False, True, ForwardTile(128, 3, ping_pong=True, stages=3)),
+    # exponentials, not products, are the limit: three warpgroups overlap more of them, and ping-pong keeps them apart.
+    # Of FlashAttention-3: full 4 x 4096 1.07, lazy 0.98; 1 x 16384 1.00, 0.92; 2 x 8192 0.99, 0.93, lazy without
+    # ping-pong 0.90; causal 2 x 8192, 64/8 heads, 1.00, lazy 0.90
+    (64, 64, None, False, True, ForwardTile(128, 3, ping_pong=True, lazy_rescale=False, stages=3)),
     # with mods, a bias or a block mask: 4096, causal with alibi 814 us, lazy 839; documents 278 us, lazy 282
     (64, 64, None, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
     # with mods or a bias: of three warpgroups, with 160 registers each, alibi spills 204 bytes and a bias 2752
@@ -73,10 +68,13 @@ FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
     (128, 128, None, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
     # full and short, of the best peer: 1 x 257, 25 heads, 1.73, one program of two warpgroups 1.18
     (128, 128, 384, False, True, ForwardTile(64, 1, lazy_rescale=False, programs=2)),
-    # full: 4 x 512, 128 heads, 1.05, lazy without ping-pong 0.98, two programs 0.91; 8 x 1025 0.93, 0.90, 0.84
-    (128, 128, 1152, False, True, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False, q_stages=2)),
-    # full, 4096 and 16384: 653 676; with ping-pong and always 649 656; Q in registers 647 655; 8 x 1025: 64
-    # keys 0.86 of FlashAttention-3, 128 0.90
+    # full: 4 x 512, 128 heads, 1.05, lazy without ping-pong 0.98, two programs 0.91; 8 x 1025 0.93, 0.90, 0.84;
+    # 4 x 1337 0.985, 0.92
+    (128, 128, 1536, False, True, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False, q_stages=2)),
+    # full, of FlashAttention-3: 8 x 2048 1.03, lazy 0.99, with ping-pong 1.03; 1 x 16384 1.01, 0.98, 1.01; 1024
+    # queries on 16384 0.98 to 1.01, 0.77, 0.99; 2048 on 8192 1.00, 0.75, 1.00
+    (128, 128, None, False, True, ForwardTile(128, 2, lazy_rescale=False)),
+    # with mods or a bias
     (128, 128, None, False, False, ForwardTile(128, 2)),
     # 16 heads, 1024 and 8192: full 633 688, causal 458 644; lazy 608 658, 447 614; 64 keys 531 572, 429 545;
     # with a bias it spills 324 bytes, with alibi 144
