@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import registry
-from tilewise.options import options_of
 from tilewise.request import Gpu, Request
 from tilewise.validation import dense as checks
 from tilewise_lab.bench.cases import Case
@@ -36,7 +35,7 @@ def request_of(case: Case) -> Request:
         return torch.empty(*tokens, heads, dim, dtype=dtype, device="meta")
 
     q, k, v = some(case.heads, case.dim), some(case.kv_heads, case.dim), some(case.kv_heads, case.dv)
-    options = options_of({"causal": case.causal, "window": None if case.window is None else (case.window, 0)})
+    options = checks.options_of({"causal": case.causal, "window": None if case.window is None else (case.window, 0)})
     if not case.lengths:
         return checks.dense(q, k, v, options)  # type: ignore[no-any-return]
     cu = torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="meta")

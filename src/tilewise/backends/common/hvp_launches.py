@@ -11,12 +11,13 @@ from .clear import clear_launches
 from .device.structs import View
 from .hvp import HvpTensors, hvp_key_kernel, hvp_query_kernel, repair_hvp_key_kernel, repair_hvp_query_kernel
 from .jvp_launches import jvp_launch
-from .kernel_arguments import call_shape, device_terms, folded, mask_mod, new_gradients, sequences_and_window, view
+from .kernel_call import call_shape, new_gradients, sequences_and_window, view
 from .kernel_config import SMALLEST, flag_count, is_even, launch_options, tile_of
 from .launch import Build, Built, Launch, Memory, Target
 from .preprocess import prepare_launch, row_statistics
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
+from .score_terms import device_terms, folded, mask_mod
 
 FEW_ROWS = 32  # queries or keys that are repaired at a time
 Grads = tuple[Tensor, Tensor, Tensor]
