@@ -353,6 +353,8 @@ def test_an_unaligned_tensor_where_all_were_aligned_is_copied(driver: FakeDriver
 class Recorded:
     """Prepared launches that note the memory at the first address, with the layout of a tensor."""
 
+    addresses = ()
+
     def __init__(self, run: Any, read: list[Tensor], like: Tensor) -> None:
         self.run, self.read, self.like, self.device = run, read, like, run.device
 
@@ -400,6 +402,8 @@ def test_arguments_in_the_order_of_the_parameters() -> None:
 
 class Interpreted:
     """Stands for `PreparedLaunches`: finds each tensor by its slot, and runs the kernels in the interpreter."""
+
+    addresses = ()
 
     def __init__(self, launches: Sequence[Any], tensors: int, device: int) -> None:
         self.launches, self.count, self.device = launches, tensors, device

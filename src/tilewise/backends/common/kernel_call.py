@@ -218,6 +218,7 @@ class PreparedLaunches:
 
     def __init__(self, launches: Sequence[CompiledLaunch], tensors: int, device: int) -> None:
         self.device, self.stream = device, 0
+        self.addresses: Sequence[int] = ()  # of the latest call, whose arguments are in place
         parameters = [[*launcher.parameters_of(x.binary, x.args)] for x in launches]
         count = sum(map(len, parameters))
         # addresses of the tensors, a null pointer for scratch memory, other values, and pointers to all of these
@@ -250,11 +251,13 @@ class PreparedLaunches:
         """Launch everything on a stream of the current device. The address of an absent tensor is 0."""
         cells, launch = self.cells, launcher.driver.cuLaunchKernelEx
         with _launching:
-            self.write(cells, 0, *addresses)
-            for cell, tensor, offset in self.offsets:
-                cells[cell] = addresses[tensor] + offset
-            for cell, tensor, descriptors in self.maps:
-                cells[cell] = descriptors[addresses[tensor]]
+            if addresses != self.addresses:
+                self.addresses = addresses
+                self.write(cells, 0, *addresses)
+                for cell, tensor, offset in self.offsets:
+                    cells[cell] = addresses[tensor] + offset
+                for cell, tensor, descriptors in self.maps:
+                    cells[cell] = descriptors[addresses[tensor]]
             if stream != self.stream:
                 self.stream = stream
                 for config, _, _ in self.launches:
@@ -310,13 +313,13 @@ class KernelCall:
         stream = current_stream(launches.device)
         every = [*tensors, *[empty_strided_cuda(*buffer) for buffer in self.buffers]]
         addresses = [0 if x is None else x.data_ptr() for x in every]
-        if (reduce(or_, addresses) & 15 or self.low_bits) and low_bits(addresses) != self.low_bits:
+        if self.has_counters:
+            addresses.append(self._counters(stream, every))
+        if addresses != launches.addresses and low_bits(addresses) != self.low_bits:
             # misaligned: a saved-tensor hook replaced a tensor, or dlse is a view
             if self.low_bits:
                 return self._launch_with_triton(tensors)
             return self([x if x is None or x.data_ptr() & 15 == 0 else aligned_copy(x) for x in tensors])
-        if self.has_counters:
-            addresses.append(self._counters(stream, every))
         launches(addresses, stream)
         return [every[n] for n in self.results]
 
@@ -363,8 +366,10 @@ def stream_counters(device: int, stream: int) -> int:
 def low_bits(addresses: Sequence[int]) -> tuple[int, ...]:
     """Addresses modulo 16, on which Triton specialises kernels; () if all are 0. Tensors that a call allocates come
     last and are aligned."""
+    if not reduce(or_, addresses) & 15:
+        return ()
     found = [address & 15 for address in addresses]
-    while found and not found[-1]:
+    while not found[-1]:
         found.pop()
     return tuple(found)
 
