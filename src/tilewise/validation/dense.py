@@ -1,8 +1,7 @@
 """Checks every argument of a call and makes the request of it, before anything is launched.
 
 `attention`, `attention_varlen`, `explain` and `check` call `checked_request`, so they accept the same arguments and
-raise the same errors. The checks of single arguments follow: tensors, numbers and the terms of a score. (`offsets.py`
-checks those of packed sequences.)
+raise the same errors. The checks of single arguments follow: tensors, numbers and the terms of a score.
 """
 
 from __future__ import annotations

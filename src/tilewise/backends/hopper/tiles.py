@@ -1,5 +1,4 @@
-"""The tiles of the Hopper kernels: tables by head dim and kind of call, with the measured reason beside each row
-(`support.py` looks a tile up)."""
+"""The tiles of the Hopper kernels: tables by head dim and kind of call, with the measured reason beside each row."""
 
 from __future__ import annotations
 
