@@ -252,12 +252,13 @@ class PreparedLaunches:
         cells, launch = self.cells, launcher.driver.cuLaunchKernelEx
         with _launching:
             if addresses != self.addresses:
-                self.addresses = addresses
+                self.addresses = ()  # the driver may raise an error below
                 self.write(cells, 0, *addresses)
                 for cell, tensor, offset in self.offsets:
                     cells[cell] = addresses[tensor] + offset
                 for cell, tensor, descriptors in self.maps:
                     cells[cell] = descriptors[addresses[tensor]]
+                self.addresses = addresses
             if stream != self.stream:
                 self.stream = stream
                 for config, _, _ in self.launches:
