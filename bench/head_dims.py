@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise.backends.common.kernel_arguments import call_shape
+from tilewise.backends.common.kernel_call import call_shape
 from tilewise.backends.common.launch import DeviceMemory, Launch, target_of
 from tilewise.backends.hopper import backward_launches as backward
 from tilewise.backends.hopper import launches as forward

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.common.kernel_arguments import new_results
+from tilewise.backends.common.kernel_call import new_results
 from tilewise.backends.common.launch import (
     OFFLINE_PROCESSORS,
     DeviceMemory,
@@ -32,7 +32,6 @@ from tilewise.backends.common.launch import (
 )
 from tilewise.backends.hopper.launches import forward_launches, new_state
 from tilewise.backends.hopper.tiles import ForwardTile
-from tilewise.options import options_of
 from tilewise.request import Request
 from tilewise.validation import dense as checks
 from tilewise_lab.bench.cases import Case, Inputs
@@ -113,7 +112,7 @@ def compile_candidate(case: Case, tile: ForwardTile) -> int | str:
 
 
 def request_with(case: Case, x: Inputs) -> Request:
-    options = options_of({"causal": case.causal, "window": None if case.window is None else (case.window, 0)})
+    options = checks.options_of({"causal": case.causal, "window": None if case.window is None else (case.window, 0)})
     if x.cu is None:
         return checks.dense(x.q, x.k, x.v, options)
     return checks.packed(x.q, x.k, x.v, x.cu, x.cu, (case.longest, case.longest), options)

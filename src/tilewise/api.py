@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from .autograd import attend, run_plan
 from .backends.registry import choose
 from .errors import AttentionError
 from .options import REQUIRED, Options, OtherOptions, misplaced, takes_options
-from .plan_cache import CallPlan, plan_of, plans, positions, signature
-from .torch_internals import is_cast, is_eager, is_traced
+from .plan_cache import CallPlan, is_eager, is_traced, plan_of, plans, positions, signature
 from .validation import dense as validation
 from .validation import nested
+from .validation.offsets import as_int32_offsets, check_max_seqlens
 
 OutLse = tuple[Tensor, Tensor]
 OutMaxLogit = tuple[Tensor, Tensor]
@@ -153,7 +154,8 @@ def attention(
     """
     if others:
         raise misplaced("attention", others)
-    if layout is not None or is_cast(q, k, v):
+    may_cast = torch.is_autocast_enabled() or not getattr(q, "is_cuda", False)
+    if layout is not None or (may_cast and validation.is_cast(q, k, v)):
         q, k, v = validation.to_bshd(q, k, v, layout)
     tensors = [q, k, v]
     key = signature("attention", tensors, options) if is_eager() and not validation.CHECK_CONTENTS else None
@@ -292,7 +294,7 @@ def attention_varlen(
     """
     if others:
         raise misplaced("attention_varlen", others)
-    cu = validation.as_int32_offsets(cu_seqlens_q), validation.as_int32_offsets(cu_seqlens_k)
+    cu = as_int32_offsets(cu_seqlens_q), as_int32_offsets(cu_seqlens_k)
     q, k, v = validation.to_bshd(q, k, v)
     out, *statistics = _packed(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
     result: Result = returned(out, statistics, options)
@@ -349,7 +351,7 @@ def check(
     Raises:
         AttentionError: the call is wrong; the message says what, and what is accepted.
     """
-    cu = () if cu_seqlens_q is None else tuple(map(validation.as_int32_offsets, (cu_seqlens_q, cu_seqlens_k)))
+    cu = () if cu_seqlens_q is None else tuple(map(as_int32_offsets, (cu_seqlens_q, cu_seqlens_k)))
     if layout is None and not cu and (found := validation.swapped(q, k)) is not None:
         raise AttentionError("layout", found, validation.LAYOUTS)
     q, k, v = validation.to_bshd(q, k, v, layout)
@@ -366,7 +368,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, An
     plan = None if key is None else plans.get(key)
     if plan is None:
         return _first_call(key, tensors, options, cu, max_seqlens, True)
-    validation.check_max_seqlens(*max_seqlens)
+    check_max_seqlens(*max_seqlens)
     return run_plan(plan, tensors)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,19 +11,9 @@ from torch import Tensor
 from .backends.reference import ReferenceBackend
 from .errors import AttentionError
 from .ops import dense as ops
-from .plan_cache import CallPlan, at_wanted
-from .request import BackwardInputs, Request, Spec, arguments, num_differentiable
-from .torch_internals import (
-    eager_apply,
-    is_batched,
-    is_dtensor,
-    is_first_order,
-    is_forward_mode,
-    is_traced,
-    is_transformed,
-    profiler_enabled,
-    split_batched,
-)
+from .plan_cache import CallPlan, at_wanted, is_eager, is_traced
+from .request import PLAIN, BackwardInputs, Request, Spec, arguments, has_address, is_dtensor, num_differentiable
+from .torch_internals import batched, eager_apply, forward_mode_level, profiler_enabled, transform_level, unbatched
 
 REFERENCE = ReferenceBackend.name  # torch itself differentiates its results, to any order
 
@@ -47,7 +37,8 @@ def attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], 
 def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
     if spec.precision is not None:
         check_forward_only(spec, tensors)
-    if is_forward_mode() or (plan is None and is_transformed() and not torch.compiler.is_compiling()):
+    is_transformed = plan is None and not torch.compiler.is_compiling() and transform_level() is not None
+    if is_transformed or forward_mode_level() >= 0:
         request = Request.of(spec, tensors)
         if ops.chosen(request).name == REFERENCE:
             return ReferenceBackend.differentiable(request)
@@ -66,7 +57,7 @@ def check_forward_only(spec: Spec, tensors: Sequence[Tensor | None]) -> None:
     """Raises if a derivative of a call with a `precision` is needed."""
     wanted = tensors[: num_differentiable(spec)]
     needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
-    if needed or is_forward_mode():
+    if needed or forward_mode_level() >= 0:
         found = "tensors that require a gradient" if needed else "forward-mode differentiation"
         hint = "forward only: q.detach() and so on, or torch.no_grad(); precision=None has gradients"
         raise AttentionError(f"precision={spec.precision!r}", found, hint)
@@ -114,7 +105,7 @@ class AttentionWithLse(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
         call, saved = ctx.call, ctx.saved_tensors  # read once: a checkpoint recomputes them
         is_usual = len(saved) == 5 and dlse is None and type(call) is CallPlan  # q, k, v, out and lse
-        if is_usual and is_first_order():
+        if is_usual and not torch.is_grad_enabled() and not profiler_enabled() and is_eager():
             grads = call.usual_gradients(saved, dout)
             if grads is not None:
                 return None, *grads
@@ -200,6 +191,27 @@ def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor 
     is_stack = not torch.compiler.is_compiling() and is_batched(dout, dlse)
     grads = split_batched(gradients, dout, dlse) if is_stack else gradients(dout, dlse)
     return None, *grads, *(None,) * (len(tensors) - n)
+
+
+def is_batched(*tensors: Tensor | None) -> bool:
+    """Whether one is a stack of gradients for which autograd runs one backward: `is_grads_batched`, gradcheck's and
+    torch.autograd.functional's vectorised derivatives. (Not torch.vmap, which transforms ops.)"""
+    for x in tensors:
+        if x is not None and type(x) in PLAIN and not has_address(x):
+            return transform_level() is None
+    return False
+
+
+def split_batched(function: Callable[..., Any], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """function(*tensors), a tuple, for tensors some of which are such stacks: once for each entry. Their level is 1:
+    autograd does not nest them."""
+    plain = [unbatched(x, 1, 1, 0) if x is not None and is_batched(x) else x for x in tensors]
+    size = next(p.shape[0] for p, x in zip(plain, tensors, strict=True) if p is not None and p is not x)
+    each = [
+        function(*(x if p is x or p is None else p[i] for p, x in zip(plain, tensors, strict=True)))
+        for i in range(size)
+    ]
+    return tuple(None if parts[0] is None else batched(torch.stack(parts), 0, 1) for parts in zip(*each, strict=True))
 
 
 def first_gradients(request: Request, bwd_inputs: BackwardInputs) -> Any:
@@ -361,6 +373,6 @@ def _traced_term_gradients(
 
 
 def _is_higher_order(*tensors: Tensor | None) -> bool:
-    if is_forward_mode():
+    if forward_mode_level() >= 0:
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

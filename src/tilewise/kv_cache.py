@@ -16,9 +16,8 @@ from .kv_formats import has_token_scales, head_dim, shares_memory
 from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
 from .ops import kv as ops
 from .options import KvOptions, kv_defaults, kv_options, show_options
-from .plan_cache import plans, positions, runner_of, signature
+from .plan_cache import is_eager, is_traced, plans, positions, runner_of, signature
 from .request import lse_dtype
-from .torch_internals import is_eager, is_traced
 from .validation import kv as checks
 from .validation import kv_contents as contents
 from .validation.dense import CHECK_CONTENTS

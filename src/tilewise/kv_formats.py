@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from .errors import AttentionError
-from .request import MAX_HEAD_DIM
-from .torch_internals import has_address
+from .request import MAX_HEAD_DIM, has_address
 
 LATENT, ROPE = 512, 64  # numbers of a token of MLA
 WIDTH = LATENT + ROPE

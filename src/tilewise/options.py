@@ -13,7 +13,6 @@ from torch import Tensor
 from .errors import AttentionError
 from .kv_request import QkNorm, Rotary, Scale, SharedPrefix
 from .mods.blocks import BlockMask
-from .mods.modifier import as_mod
 from .mods.program import Mod
 from .request import Window
 
@@ -84,26 +83,25 @@ class KvOptions(TypedDict, total=False):
 KV_NAMES = tuple(KvOptions.__annotations__)
 
 
-def _defaults() -> Options:
-    """A new dict each time: torch.compile treats the numbers of a global dict as variables."""
-    return {
-        "causal": False,
-        "window": None,
-        "scale": None,
-        "softcap": None,
-        "bias": None,
-        "alibi_slopes": None,
-        "sinks": None,
-        "score_mod": None,
-        "mask_mod": None,
-        "dropout_p": 0.0,
-        "seed": None,
-        "return_lse": False,
-        "return_max_logit": False,
-        "deterministic": None,
-        "precision": None,
-        "backend": "auto",
-    }
+# torch.compile would treat a float of a global dict as a variable: dropout_p is an int.
+DEFAULTS: Options = {
+    "causal": False,
+    "window": None,
+    "scale": None,
+    "softcap": None,
+    "bias": None,
+    "alibi_slopes": None,
+    "sinks": None,
+    "score_mod": None,
+    "mask_mod": None,
+    "dropout_p": 0,
+    "seed": None,
+    "return_lse": False,
+    "return_max_logit": False,
+    "deterministic": None,
+    "precision": None,
+    "backend": "auto",
+}
 
 
 def kv_defaults() -> KvOptions:
@@ -120,7 +118,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def takes_options(function: F) -> F:
     """Decorator: help() and inspect.signature show each of `**options` with its type and default."""
-    return show_options(function, Options, _defaults())
+    return show_options(function, Options, DEFAULTS)
 
 
 def show_options(function: F, options: Any, defaults: Any) -> F:
@@ -197,19 +195,12 @@ OTHER_KV_LIBRARIES = OTHER_LIBRARIES | {
 }
 
 
-def options_of(given: Options) -> Options:
-    """The given options, completed with the defaults."""
-    options: Options = completed(given, _defaults(), OTHER_LIBRARIES)
-    if options["score_mod"] is not None:
-        options["score_mod"] = as_mod("score", options["score_mod"])
-    if options["mask_mod"] is not None:
-        options["mask_mod"] = as_mod("mask", options["mask_mod"])
-    return options
-
-
 def kv_options(given: KvOptions) -> KvOptions:
     """The given options of a call with a KV cache, completed with the defaults."""
-    options: KvOptions = completed(given, kv_defaults(), OTHER_KV_LIBRARIES)
+    defaults = kv_defaults()
+    options: KvOptions = defaults | given
+    if len(options) != len(defaults):
+        raise unknown(given, defaults, OTHER_KV_LIBRARIES)
     return options
 
 
@@ -240,19 +231,12 @@ def misplaced(function: str, values: tuple[Any, ...]) -> AttentionError:
     return AttentionError(f"positional arguments of {function} after its tensors", found, f"options by name: {hint}")
 
 
-def completed(given: Any, defaults: Any, foreign: dict[str, Any]) -> Any:
-    """Returns the given options completed with `defaults`.
-
-    Raises:
-        AttentionError: an option has no default, so its name is unknown. `foreign` maps the names of other libraries to
-            a hint; otherwise the message suggests the closest name.
-    """
-    options = defaults | given
-    if len(options) != len(defaults):
-        name = next(name for name in given if name not in defaults)
-        near = get_close_matches(name, defaults, n=1)
-        hint = foreign.get(name) or (f"{near[0]}=" if near else f"one of {', '.join(defaults)}")
-        if callable(hint):
-            hint = hint(given[name])
-        raise AttentionError("keyword argument", f"{name}=", hint)
-    return options
+def unknown(given: Any, defaults: Any, foreign: dict[str, Any]) -> AttentionError:
+    """The error of an option that has no default. `foreign` maps the names of other libraries to a hint; otherwise the
+    message suggests the closest name."""
+    name = next(name for name in given if name not in defaults)
+    near = get_close_matches(name, defaults, n=1)
+    hint = foreign.get(name) or (f"{near[0]}=" if near else f"one of {', '.join(defaults)}")
+    if callable(hint):
+        hint = hint(given[name])
+    return AttentionError("keyword argument", f"{name}=", hint)

@@ -17,13 +17,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .backends.protocol import Runner
 from .backends.registry import backward_backend, choose
 from .kv_formats import shares_memory
 from .kv_request import KV_TILE
-from .request import BackwardInputs, Request, num_differentiable
-from .torch_internals import PLAIN, has_address
+from .request import PLAIN, BackwardInputs, Request, has_address, num_differentiable
+from .torch_internals import forward_mode_level, num_dispatch_modes, transform_level
 
 MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
 MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
@@ -43,6 +44,26 @@ class PlanCache(dict[tuple[Any, ...], T], Generic[T]):
 
 
 plans: PlanCache[Any] = PlanCache()
+
+
+def is_eager() -> bool:
+    """Whether no tracer, dispatch mode, function transform or forward-mode derivative is active in this thread. (A
+    tracer other than Dynamo is a dispatch mode.)"""
+    return not (
+        is_dynamo_compiling() or num_dispatch_modes() or transform_level() is not None or forward_mode_level() >= 0
+    )
+
+
+def is_traced(*tensors: Tensor) -> bool:
+    """Whether a tracer, dispatch mode or function transform is active, which must see the registered op. If not, the
+    implementation is called directly: the dispatcher costs as much as a launch."""
+    return (
+        torch.compiler.is_compiling()
+        or num_dispatch_modes() > 0
+        or transform_level() is not None
+        or not PLAIN.issuperset(map(type, tensors))
+        or tensors[0].is_meta
+    )
 
 
 def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *settings: Any) -> tuple[Any, ...] | None:

@@ -20,6 +20,7 @@ from .torch_internals import constant
 
 MAX_HEAD_DIM = 512
 LIMIT = 4096  # entries of an lru_cache by shapes or options
+PLAIN = frozenset((Tensor, torch.nn.Parameter))  # types of tensors that are no subclass with its own behaviour
 FAR = 2**30  # a window of this size is unbounded: no sequence is longer, and 32 bits hold sums of positions
 
 
@@ -266,6 +267,22 @@ def _side(name: str, side: Any) -> int | None:
     if type(side) is not int and not hasattr(side, "node"):  # numpy's; a symbol of torch.compile stays one
         side = side.__index__()
     return side if side < FAR else None
+
+
+def has_address(x: Tensor) -> bool:
+    """Whether a tensor has memory. Fake tensors and those that torch.func or autograd batches have none."""
+    if type(x) not in PLAIN:
+        return False
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_dtensor(*tensors: Tensor) -> bool:
+    """Whether one is sharded. Compares the name of the type: importing DTensor takes long."""
+    return any(type(x).__name__ == "DTensor" for x in tensors)
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:

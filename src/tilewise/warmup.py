@@ -20,7 +20,6 @@ from torch import Tensor
 from .backends import registry
 from .backends.common.offline import gpu_named
 from .errors import AttentionError
-from .options import options_of
 from .request import Gpu, Request, gpu_of, has_triton
 from .validation import dense as checks
 
@@ -221,9 +220,9 @@ def requests(kind: Kind) -> Iterator[Request]:
             given["window"] = tuple(given["window"])
         if kind.packed:
             cu = some(batch + 1, of=torch.int32)
-            yield checks.packed(q, k, v, cu, cu, (n, n), options_of(given))  # type: ignore[arg-type]
+            yield checks.packed(q, k, v, cu, cu, (n, n), checks.options_of(given))  # type: ignore[arg-type]
         else:
-            yield checks.dense(q, k, v, options_of(given))  # type: ignore[arg-type]
+            yield checks.dense(q, k, v, checks.options_of(given))  # type: ignore[arg-type]
 
 
 def _launches(kinds: Sequence[Kind], gpu: Gpu) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 import tilewise
 from tests import budget, features, features_budget
 from tests.cases import Case, make, run
-from tilewise.backends.common.kernel_arguments import new_results
+from tilewise.backends.common.kernel_call import new_results
 from tilewise.backends.common.launch import DeviceMemory, target_of
 from tilewise.backends.triton.launches import forward_launch
 from tilewise.request import Request

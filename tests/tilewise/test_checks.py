@@ -15,6 +15,7 @@ import tilewise
 from tilewise import AttentionError, mods
 from tilewise.backends.reference import ReferenceBackend
 from tilewise.validation import dense as checks
+from tilewise.validation import offsets
 from tilewise.validation.versions import check_version
 from tilewise_lab.costs.explain import explain
 
@@ -162,7 +163,7 @@ def test_the_other_layout(backend: str) -> None:
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets are not read, as on a GPU."""
-    monkeypatch.setattr(checks, "_is_readable_without_sync", lambda cu: False)
+    monkeypatch.setattr(offsets, "is_readable_without_sync", lambda cu: False)
 
 
 CU_Q, CU_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 12], [0, 8, 19]))
@@ -208,7 +209,7 @@ def test_a_block_mask_of_other_sequences(monkeypatch: pytest.MonkeyPatch, backen
     cu[1] = 5  # in place: what the mask was made of is what it was
     with pytest.raises(AttentionError, match="block mask"):
         tilewise.attention_varlen(x, x, x, cu, cu, mask_mod=mask)
-    monkeypatch.setattr(checks, "_is_readable_without_sync", lambda cu: False)
+    monkeypatch.setattr(offsets, "is_readable_without_sync", lambda cu: False)
     out = tilewise.attention_varlen(x, x, x, others, others, mask_mod=mask, backend=backend)
     assert torch.equal(out[128:], torch.zeros(128, 1, 8))  # the mask knows one row of tiles of each sequence
 

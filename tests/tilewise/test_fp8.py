@@ -180,7 +180,7 @@ def test_the_reference_has_every_term(option: str) -> None:
 
 def test_distributed_calls_raise() -> None:
     from tilewise.distributed.api import sharded
-    from tilewise.options import options_of
+    from tilewise.validation.dense import options_of
 
     q, k, v = tensors(n=8)
     with pytest.raises(tilewise.AttentionError, match="precision"):

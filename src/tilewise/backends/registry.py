@@ -73,7 +73,7 @@ class KernelBackend:
         return jvp(request, out, lse, tangents)
 
     def lacks_hvp(self, request: Request) -> str | None:
-        from .common.kernel_arguments import lacks_hvp
+        from .common.score_terms import lacks_hvp
 
         return lacks_hvp(request)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..api import returned
 from ..errors import AttentionError, shown
 from ..mods.blocks import BlockMask
-from ..options import Options, options_of, takes_options
+from ..options import Options, takes_options
 from ..request import Request, band
 from ..validation import dense as checks
 from . import ops
@@ -143,7 +143,7 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
 
 def _request(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Options, *, tokens: int) -> Request:
     """The checked request of a call on `tokens` of the plan's tokens."""
-    options = options_of(given)
+    options = checks.options_of(given)
     own = band(options["causal"], options["window"])
     if own not in ((None, None), plan.band):
         raise AttentionError(

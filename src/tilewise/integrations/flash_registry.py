@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..errors import AttentionError
-from ..options import options_of
 from ..request import Request, arguments
 from ..validation import dense as checks
 
@@ -135,7 +134,7 @@ def flash_backward(
     options |= {"scale": scale, "dropout_p": dropout_p}
     if dropout_p:
         options["seed"] = rng_state.view(torch.int64)[0]
-    full = options_of(options)  # type: ignore[arg-type]
+    full = checks.options_of(options)  # type: ignore[arg-type]
     if cum_seq_q is None or cum_seq_k is None or not cum_seq_q.numel():
         request = checks.dense(query, key, value, full)
     else:
@@ -240,7 +239,7 @@ def cpu_backward(
 ) -> tuple[Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
     tensors, options = _cpu_options(query, key, value, dropout_p, is_causal, attn_mask, scale)
-    request = checks.dense(*tensors, options_of(options))  # type: ignore[arg-type]
+    request = checks.dense(*tensors, checks.options_of(options))  # type: ignore[arg-type]
     dq, dk, dv = _gradients(grad_out.transpose(1, 2), out.transpose(1, 2), logsumexp.contiguous(), request)
     unseen = key.shape[2] - dk.shape[1]
     dk, dv = (torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, unseen)) for x in (dk, dv))

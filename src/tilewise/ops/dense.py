@@ -45,8 +45,8 @@ def chosen(request: Request) -> Backend:
 
 
 def _plan(*call: Any) -> CallPlan:
-    settings = [repr(x) if isinstance(x, (float, list)) else x for x in call[4:]]  # 0.0 == -0.0
-    return plan_of("op", lambda: request_from_arguments(*call), _tensors(*call), *settings)
+    settings = repr(call[4:])  # as values, 0.0 and -0.0 would be one key
+    return plan_of("op", lambda: request_from_arguments(*call), _tensors(*call), settings)
 
 
 def _tensors(q: Tensor, k: Tensor, v: Tensor, others: Sequence[Tensor | None] | None, *_: Any) -> tuple[Any, ...]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import AttentionError, shown
 from ..options import Options
-from ..validation.dense import as_int32_offsets, checked_request, to_bshd
+from ..validation.dense import checked_request, to_bshd
+from ..validation.offsets import as_int32_offsets
 from .block_attention import BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 

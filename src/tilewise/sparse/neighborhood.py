@@ -24,9 +24,10 @@ from ..errors import AttentionError, shown
 from ..mods import BlockMask, block_mask, mask_mod
 from ..ops.dense import registered
 from ..options import Options
+from ..plan_cache import is_eager
 from ..request import BackwardInputs, Request, Spec, arguments
-from ..torch_internals import constant, is_cast, is_eager
-from ..validation.dense import checked_request
+from ..torch_internals import constant
+from ..validation.dense import checked_request, is_cast
 
 TILE = 128  # tokens of a box: those of a block mask's tile
 LAYOUTS = 64  # grids whose permutation and mask are kept

@@ -20,7 +20,8 @@ from ..autograd import first_order
 from ..errors import AttentionError, shown
 from ..mods import mask_mod
 from ..request import gpu_of
-from ..validation.dense import as_int32_offsets, checked_request, to_bshd
+from ..validation.dense import checked_request, to_bshd
+from ..validation.offsets import as_int32_offsets
 from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 from .topk import topk

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..autograd import first_order
 from ..errors import AttentionError, shown
-from ..request import Gpu, gpu_of
-from ..torch_internals import has_address
+from ..request import Gpu, gpu_of, has_address
 from ..validation.dense import CHECK_CONTENTS, to_bshd
 
 MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)

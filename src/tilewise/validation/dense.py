@@ -10,7 +10,6 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,11 +19,12 @@ from ..errors import AttentionError, shown
 from ..mods.blocks import BlockMask, check_block_mask
 from ..mods.builtin import alibi, alibi_per_batch
 from ..mods.builtin import softcap as softcap_mod
-from ..mods.dropout import as_seed, is_whole
+from ..mods.dropout import as_seed
+from ..mods.modifier import as_mod
 from ..mods.program import Mod, bound, check_filled, check_tables
-from ..options import REQUIRED, Options, options_of
-from ..request import MAX_HEAD_DIM, Request, Spec, band
-from ..torch_internals import has_address, is_cast
+from ..options import DEFAULTS, OTHER_LIBRARIES, REQUIRED, Options, unknown
+from ..request import MAX_HEAD_DIM, PLAIN, Request, Spec, band, has_address
+from . import offsets
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 3.4e38  # of a float32
@@ -52,6 +52,18 @@ def checked_request(
     return request
 
 
+def options_of(given: Options) -> Options:
+    """The given options, completed with the defaults."""
+    options: Options = DEFAULTS | given
+    if len(options) != len(DEFAULTS):
+        raise unknown(given, DEFAULTS, OTHER_LIBRARIES)
+    if options["score_mod"] is not None:
+        options["score_mod"] = as_mod("score", options["score_mod"])
+    if options["mask_mod"] is not None:
+        options["mask_mod"] = as_mod("mask", options["mask_mod"])
+    return options
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     """A call of `attention`."""
     check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
@@ -71,12 +83,12 @@ def packed(
 ) -> Request:
     """A call of `attention_varlen`."""
     check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
-    check_max_seqlens(*max_seqlens)
-    _check_offset_shapes(q, k, cu_q, cu_k)
+    offsets.check_max_seqlens(*max_seqlens)
+    offsets.check_offsets(q, k, tensor("cu_seqlens_q", cu_q), tensor("cu_seqlens_k", cu_k))
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     request = request_of(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *max_seqlens), options, cu_q, cu_k)
-    if _is_readable_without_sync(cu_q) and _is_readable_without_sync(cu_k):
-        _check_lengths(request, max_seqlens, options)
+    if offsets.is_readable_without_sync(cu_q) and offsets.is_readable_without_sync(cu_k):
+        offsets.check_lengths(request, max_seqlens, options)
     return request
 
 
@@ -85,42 +97,9 @@ def check_contents(request: Request, max_seqlens: tuple[int | None, int | None],
     cu_q, cu_k = request.cu_q, request.cu_k
     if cu_q is None or cu_k is None:
         return
-    check_offset_values("cu_seqlens_q", cu_q, request.q.shape[0])
-    check_offset_values("cu_seqlens_k", cu_k, request.k.shape[0])
-    _check_lengths(request, max_seqlens, options)
-
-
-def _is_readable_without_sync(cu: Tensor) -> bool:
-    """Whether its contents can be read without waiting for a device."""
-    return cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu)
-
-
-def _check_lengths(request: Request, max_seqlens: tuple[int | None, int | None], options: Options) -> None:
-    """Checks max_seqlen, the tensors of mods and a block mask against the lengths of packed sequences."""
-    cu_q, cu_k, mask, score = request.cu_q, request.cu_k, options["mask_mod"], options["score_mod"]
-    assert cu_q is not None
-    assert cu_k is not None
-    if max_seqlens == (None, None) and mask is score is None:
-        return
-    found = [max((b - a for a, b in pairwise(cu.tolist())), default=0) for cu in (cu_q, cu_k)]
-    for side, given, most in zip("qk", max_seqlens, found, strict=True):
-        if given is not None and given < most:
-            raise AttentionError(f"max_seqlen_{side}", given, f"at least {most}, the length of a sequence")
-    if isinstance(mask, BlockMask):
-        for name, own, cu in zip(("cu_seqlens_q", "cu_seqlens_k"), mask.cu_seqlens or (), (cu_q, cu_k), strict=False):
-            if own.tolist() != cu.tolist():
-                raise AttentionError(f"{name} of the block mask", own.tolist(), f"{cu.tolist()}, as in this call")
-        mask = mask.mod
-    for mod in (mask, score):
-        if isinstance(mod, Mod):
-            check_tables(mod, (None, None, *found))
-
-
-def check_max_seqlens(n_q: Any, n_k: Any) -> None:
-    """Checks max_seqlen_q and max_seqlen_k. Every call does, because most signatures do not contain them."""
-    for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
-        if n is not None and (not is_whole(n) or n < 0):
-            raise AttentionError(name, shown(n), "an int >= 0, or None")
+    offsets.check_offset_values("cu_seqlens_q", cu_q, request.q.shape[0])
+    offsets.check_offset_values("cu_seqlens_k", cu_k, request.k.shape[0])
+    offsets.check_lengths(request, max_seqlens, options)
 
 
 def request_of(
@@ -222,42 +201,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> N
         raise AttentionError("heads of q", heads, f"a multiple of k's {kv_heads} (each KV head serves a group){hint}")
 
 
-def _check_offset_shapes(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
-    for name, cu, x in (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k)):
-        tensor(name, cu)
-        if cu.dim() != 1 or cu.shape[0] < 1:
-            raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
-        if cu.dtype != torch.int32:
-            raise AttentionError(f"dtype of {name}", cu.dtype, "torch.int32 or torch.int64")
-        if cu.device != q.device and not q.is_meta:
-            raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
-        if cu.shape[0] == 1 and x.shape[0] > 0:
-            raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
-        if _is_readable_without_sync(cu):
-            check_offset_values(name, cu, x.shape[0])
-    if cu_q.shape != cu_k.shape:
-        raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
-
-
-def check_offset_values(name: str, cu: Tensor, tokens: int) -> None:
-    ends = cu.tolist()
-    if ends[0] != 0:
-        hint = "0; from lengths n: torch.nn.functional.pad(n.cumsum(0), (1, 0))"
-        raise AttentionError(f"start of {name}", ends[0], hint)
-    for n, (a, b) in enumerate(pairwise(ends)):
-        if b < a:
-            raise AttentionError(f"{name}[{n + 1}]", b, f"at least {name}[{n}], {a}")
-    if ends[-1] > tokens:
-        raise AttentionError(f"end of {name}", ends[-1], f"at most the {tokens} tokens there are")
-
-
-def as_int32_offsets(cu: Any) -> Any:
-    """cu_seqlens as kernels read them, contiguous int32. Offsets past 31 bits stay larger than any tensor."""
-    if not isinstance(cu, Tensor) or cu.layout is not torch.strided:
-        return cu
-    return (cu.clamp(-1, 2**31 - 1).to(torch.int32) if cu.dtype == torch.int64 else cu).contiguous()
-
-
 def swapped(q: Any, k: Any) -> str | None:
     """A message if q and k look like (batch, heads, tokens, dim), else None."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
@@ -285,6 +228,20 @@ def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str | None = None) -> tuple
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+
+
+def is_cast(q: Any, k: Any, v: Any) -> bool:
+    """Whether autocast is on for the device of q, and one of the three has another dtype than it computes in."""
+    if type(q) in PLAIN and q.is_cuda:
+        device = "cuda"
+    elif isinstance(q, Tensor) and not q.is_meta:
+        device = q.device.type
+    else:
+        return False
+    if not torch.is_autocast_enabled(device):
+        return False
+    dtype = torch.get_autocast_dtype(device)
+    return not (q.dtype is dtype and getattr(k, "dtype", None) is dtype and getattr(v, "dtype", None) is dtype)
 
 
 def bhsd_to_bshd(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -14,10 +14,10 @@ from ..kv_formats import LATENT, WIDTH, head_dim, is_deepseek_fp8, shares_memory
 from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, SharedPrefix
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
-from ..options import KvOptions, kv_defaults, options_of
-from ..request import MAX_HEAD_DIM
-from ..torch_internals import has_address, is_forward_mode, is_vmapped
-from .dense import DTYPES, request_of, resolved, tensor
+from ..options import KvOptions, kv_defaults
+from ..request import MAX_HEAD_DIM, has_address
+from ..torch_internals import forward_mode_level, is_vmapped
+from .dense import DTYPES, options_of, request_of, resolved, tensor
 from .kv_rotary import checked_rotary, integers
 from .kv_scales import check_cache_dtype, check_new_dtype, check_written_scale, checked_norm, checked_scale
 
@@ -238,7 +238,7 @@ def _check_untransformed(whose: str, *tensors: Tensor) -> None:
         raise AttentionError("requires_grad", f"True for {whose}", "torch.no_grad(), .detach(), or tilewise.attention")
     if torch.compiler.is_compiling():
         return
-    if is_forward_mode() and any(unpack_dual(x).tangent is not None for x in tensors):
+    if forward_mode_level() >= 0 and any(unpack_dual(x).tangent is not None for x in tensors):
         raise AttentionError("forward-mode AD", f"a tangent of {whose}", "tilewise.attention, which has derivatives")
     if any(map(is_vmapped, tensors)):
         raise AttentionError("vmap", f"over {whose}", "a larger batch: every sequence has its own length")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..kv_request import KvRequest, PlannedTile
-from .dense import check_offset_values
+from .offsets import check_offset_values
 
 
 def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | None = None) -> None:

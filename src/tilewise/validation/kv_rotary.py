@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..kv_request import Rotary
-from ..torch_internals import has_address
+from ..request import has_address
 from .dense import resolved, tensor
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tilewise.backends.hopper.support import is_uneven
-from tilewise.backends.hopper.tiles import RowGroups, rows_together
+from tilewise.backends.hopper.support import RowGroups, is_uneven, rows_together
 from tilewise.request import Spec
 from tilewise_lab.bench.cases import Case
 from tilewise_lab.costs.cost import Call
@@ -144,9 +143,9 @@ def _forward_groups(call: Call) -> RowGroups:
 
 def _backward_order(call: Call, device: Device) -> tuple[int, RowGroups]:
     """Parts of a tile of keys, and rows that the backward schedules together."""
-    from tilewise.backends.common.kernel_arguments import CallShape
+    from tilewise.backends.common.kernel_call import CallShape
     from tilewise.backends.hopper.backward_schedule import _fastest_split, column_widths, tile_schedule
-    from tilewise.backends.hopper.tiles import backward_tile
+    from tilewise.backends.hopper.support import backward_tile
 
     batch = len(call.lengths) if call.lengths else call.batch
     size = CallShape(batch, call.n_q, call.n_k, call.heads, call.kv_heads, call.d, call.dv, bool(call.lengths))

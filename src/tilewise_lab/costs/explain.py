@@ -46,9 +46,10 @@ from tilewise.backends import registry as dispatch
 from tilewise.backends.protocol import Backend
 from tilewise.errors import AttentionError
 from tilewise.mods.blocks import BlockMask
-from tilewise.options import Options, options_of, takes_options
+from tilewise.options import Options, takes_options
 from tilewise.request import Request, has_triton, num_differentiable
 from tilewise.validation import dense as checks
+from tilewise.validation.offsets import as_int32_offsets
 from tilewise_lab.costs import cost, predict, roofline
 from tilewise_lab.costs.advice import advise
 from tilewise_lab.costs.compiled import Compiled, compile_for
@@ -95,7 +96,7 @@ def explain(
     Raises:
         AttentionError: an argument is wrong, or a backend that was named does not support the call.
     """
-    values = options_of(options)
+    values = checks.options_of(options)
     for name, flag in (("backward", backward), ("compiled", compiled)):
         if not isinstance(flag, bool) and flag is not None:
             raise AttentionError(name, repr(flag), "True or False")
@@ -182,7 +183,7 @@ def _tensor(name: str, x: Tensor | Shape, dtype: str) -> Tensor:
 
 
 def _offsets(cu: Tensor | Shape) -> Tensor:
-    found: Tensor = checks.as_int32_offsets(cu if isinstance(cu, Tensor) else torch.tensor(list(cu), dtype=torch.int64))
+    found: Tensor = as_int32_offsets(cu if isinstance(cu, Tensor) else torch.tensor(list(cu), dtype=torch.int64))
     return found
 
 

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from tilewise.backends.common import tiles
 from tilewise.backends.common.tiles import Tile, padded
-from tilewise.backends.hopper.support import supports_backward
-from tilewise.backends.hopper.tiles import (
-    MAX_WHOLE_ROWS,
+from tilewise.backends.hopper.support import (
     backward_tile,
     backward_widths,
     forward_tile,
+    supports_backward,
     widths,
     window_size,
 )
+from tilewise.backends.hopper.tiles import MAX_WHOLE_ROWS
 from tilewise.backends.registry import BACKENDS
 from tilewise.request import Gpu
 from tilewise_lab.costs.cost import Call

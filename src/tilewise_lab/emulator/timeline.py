@@ -108,7 +108,7 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     """512 queries that see 128 keys, one tile, on one SM where nothing is late."""
     import torch
 
-    from tilewise.backends.common.kernel_arguments import call_shape
+    from tilewise.backends.common.kernel_call import call_shape
     from tilewise.backends.common.launch import DeviceMemory
     from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace
     from tilewise.request import BackwardInputs, Request, Spec

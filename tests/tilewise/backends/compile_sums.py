@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tilewise.backends.common import term_gradients as terms
-from tilewise.backends.common.kernel_arguments import new_results
+from tilewise.backends.common.kernel_call import new_results
 from tilewise.backends.common.launch import DeviceMemory, Launch, Target
 from tilewise.backends.common.sinks import named_sink_launches
 from tilewise.request import BackwardInputs, Gpu, Request, Spec

@@ -7,7 +7,7 @@ import torch
 
 import tilewise
 from tests.conftest import DEVICE
-from tilewise.backends.common.kernel_arguments import is_bounded
+from tilewise.backends.common.score_terms import is_bounded
 from tilewise.request import Request, Spec
 
 pytestmark = pytest.mark.usefixtures("triton_runs")

@@ -10,9 +10,9 @@ import torch
 import tilewise
 from tests.conftest import DEVICE
 from tilewise import mods
-from tilewise.backends.common.kernel_arguments import folded
 from tilewise.backends.common.mod_source import bound as largest
 from tilewise.backends.common.mod_source import derivative_factors, factors, has_infinite_derivative, value_of
+from tilewise.backends.common.score_terms import folded
 from tilewise.backends.triton import launches as launch
 from tilewise.mods.expr import Place, evaluate, nodes
 from tilewise.mods.program import Mod, bound

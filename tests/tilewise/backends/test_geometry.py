@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.oracle import seen
 from tests.tilewise.backends.probes import band_probe, locate_probe, visible_probe
 from tilewise.backends.common.device.structs import PAD
-from tilewise.backends.common.kernel_arguments import CallShape
+from tilewise.backends.common.kernel_call import CallShape
 from tilewise.request import Spec
 
 SIDES = (None, 0, 1, 3)

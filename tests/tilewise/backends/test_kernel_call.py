@@ -239,6 +239,32 @@ def test_a_call_fills_in_the_addresses_of_its_tensors(driver: FakeDriver) -> Non
     assert len(driver.launches) == 4
 
 
+def test_arguments_follow_the_addresses_of_each_call(driver: FakeDriver) -> None:
+    x, y = torch.zeros(4, 8).half(), torch.zeros(3).long()
+    call = KernelCall(Made(), (x, None, y), CUDA)
+    call((x, None, y))
+    launches: Any = call.launches
+    first = list(launches.addresses)
+    other = [address + 32 for address in first]
+    for given in (first, first, other, first):
+        launches(list(given), 5)
+        assert addresses(driver.launches[-2])[:3] == [given[0] + 16, given[2], given[3]]
+
+
+def test_arguments_are_written_again_after_an_error(driver: FakeDriver) -> None:
+    x, y = torch.zeros(4, 8).half(), torch.zeros(3).long()
+    call = KernelCall(Made(), (x, None, y), CUDA)
+    call((x, None, y))
+    launches: Any = call.launches
+    first = list(launches.addresses)
+    launches.maps, whole = [(0, 0, {})], launches.maps
+    with pytest.raises(KeyError):
+        launches([address + 32 for address in first], 5)
+    launches.maps = whole
+    launches(first, 5)
+    assert addresses(driver.launches[-2])[:3] == [first[0] + 16, first[2], first[3]]
+
+
 def test_counters_of_a_stream_are_allocated_once(driver: Any) -> None:
     tensors = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
     call = KernelCall(Made(), tensors, CUDA)
@@ -353,6 +379,8 @@ def test_an_unaligned_tensor_where_all_were_aligned_is_copied(driver: FakeDriver
 class Recorded:
     """Prepared launches that note the memory at the first address, with the layout of a tensor."""
 
+    addresses = ()
+
     def __init__(self, run: Any, read: list[Tensor], like: Tensor) -> None:
         self.run, self.read, self.like, self.device = run, read, like, run.device
 
@@ -400,6 +428,8 @@ def test_arguments_in_the_order_of_the_parameters() -> None:
 
 class Interpreted:
     """Stands for `PreparedLaunches`: finds each tensor by its slot, and runs the kernels in the interpreter."""
+
+    addresses = ()
 
     def __init__(self, launches: Sequence[Any], tensors: int, device: int) -> None:
         self.launches, self.count, self.device = launches, tensors, device

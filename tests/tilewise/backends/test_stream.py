@@ -15,7 +15,7 @@ import tilewise
 from tests.conftest import DEVICE, INTERPRETED
 from tests.tilewise.backends.probes import stream_probe
 from tilewise.backends.common.device.structs import KernelConfig
-from tilewise.backends.common.kernel_arguments import view
+from tilewise.backends.common.kernel_call import view
 from tilewise.backends.triton import launches as launch
 from tilewise.merge import union
 from tilewise.request import Gpu, Request, Spec

@@ -27,7 +27,7 @@ from tilewise.request import BackwardInputs, Request
 
 LIBRARY = Path(tilewise.__file__).parent
 MOST_FILES = 5
-MOST_COLD_FILES = {"forward": 14, "backward": 15}
+MOST_COLD_FILES = {"forward": 10, "backward": 11}
 
 
 def build(count: int) -> Any:

@@ -157,7 +157,7 @@ def test_values_are_columns_of_the_keys(kernels: bool, request: pytest.FixtureRe
 def test_columns_in_chunks(triton_runs: None) -> None:
     """The launch of a Hopper GPU has its columns in chunks: the same kernel with narrow ones, interpreted."""
     from tilewise.backends.common import topk as kernels
-    from tilewise.backends.common.kernel_arguments import view
+    from tilewise.backends.common.kernel_call import view
     from tilewise.request import INTERPRETER
 
     q, k = (t.detach() for t in inputs(3, 14, 4, 2, 48, 32, torch.float32)[:2])

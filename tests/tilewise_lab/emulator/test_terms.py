@@ -68,7 +68,7 @@ def forward(request: Request) -> Any:
 
 
 def backward(request: Request, bwd_inputs: BackwardInputs) -> Any:
-    from tilewise.backends.common.kernel_arguments import call_shape
+    from tilewise.backends.common.kernel_call import call_shape
     from tilewise.backends.common.renormalise import renormalised
     from tilewise.backends.hopper.backward_launches import GPU, backward_launches, new_workspace
     from tilewise.backends.hopper.backward_schedule import choose_split

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .device.structs import ANY_SIZE
-from .kernel_arguments import padded, view
+from .kernel_call import padded, view
 from .launch import INTERPRETED, Launch
 
 MOST_BLOCKS = 4096

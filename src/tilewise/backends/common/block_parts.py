@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .device.softmax import logsumexp, softmax_step
 from .device.structs import ANY_SIZE, LOG2E
-from .kernel_arguments import padded, view
+from .kernel_call import padded, view
 from .launch import INTERPRETED, Launch
 
 FORWARD_TILE, BACKWARD_TILE = (64, 4, 3), (64, 4, 2)  # rows, warps, stages

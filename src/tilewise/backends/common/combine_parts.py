@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .device.structs import ANY_SIZE, LOG2E
-from .kernel_arguments import padded
+from .kernel_call import padded
 from .launch import INTERPRETED, Launch
 
 LN2 = tl.constexpr(0.6931471805599453)

@@ -10,7 +10,7 @@ from .device.fp8 import Fp8Scales
 from .device.structs import PAD
 from .fp8_format import KEY_BLOCK, MEAN_KEYS, is_smoothed
 from .fp8_quantise import Fp8Config, Fp8Tensors, mean_keys_kernel, quantise_kernel
-from .kernel_arguments import call_shape, padded, view
+from .kernel_call import call_shape, padded, view
 from .launch import INTERPRETED, Launch, Memory, can_overlap, pdl_option
 
 E4M3_CAPABILITY = 89  # from which on PTX converts to e4m3

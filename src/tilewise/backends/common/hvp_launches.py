@@ -18,12 +18,13 @@ from .hvp import (
     zero_kernel,
 )
 from .jvp_launches import jvp_launch
-from .kernel_arguments import call_shape, device_terms, folded, mask_mod, new_gradients, sequences_and_window, view
+from .kernel_call import call_shape, new_gradients, sequences_and_window, view
 from .kernel_config import SMALLEST, flag_count, is_even, launch_options, tile_of
 from .launch import Build, Built, Launch, Memory, Target
 from .preprocess import prepare_launch, row_statistics
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
+from .score_terms import device_terms, folded, mask_mod
 from .tiles import Tile
 
 ROUNDING = Tile(64, 64, 4, 1)  # of the programs that round sums

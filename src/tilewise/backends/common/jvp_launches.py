@@ -9,11 +9,12 @@ from ...errors import AttentionError
 from ...request import Request
 from .clear import clear_launches
 from .jvp import JvpTensors, jvp_kernel
-from .kernel_arguments import call_shape, device_terms, folded, lacks_jvp, mask_mod, sequences_and_window, view
+from .kernel_call import call_shape, sequences_and_window, view
 from .kernel_config import flag_count, is_even, launch_options, tile_of
 from .launch import DeviceMemory, Launch, Memory, Target, can_overlap, target_of
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
+from .score_terms import device_terms, folded, lacks_jvp, mask_mod
 
 
 def jvp(request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""How a call of a kernel backend runs: allocate results and workspaces, fill in addresses, launch.
+"""How a call of a kernel backend runs: its shapes; allocate results and workspaces, fill in addresses, launch.
 
 A `KernelCall` is made once for a kind of call. It builds the launches from placeholders, compiles them, and prepares
 their arguments: Triton's own launcher binds every argument in Python and encodes TMA descriptors at every launch, which
@@ -23,10 +23,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ...request import BackwardInputs, Request, Spec
+from ...request import MAX_HEAD_DIM, BackwardInputs, Request, Spec, heads_are_queries
 from ...torch_internals import current_stream, empty_strided_cuda
 from . import launch as launcher
-from .kernel_arguments import new_gradients
+from .device.structs import View
 from .launch import (
     COUNTERS,
     INTERPRETED,
@@ -49,6 +49,92 @@ COUNTERS_START = 1 << 61
 
 _launching = Lock()
 _counters: dict[tuple[int, int], int] = {}  # (device, stream) -> address
+
+
+class CallShape(NamedTuple):
+    """The shapes of one call. Packed sequences count as one batch row of `tokens`, tiled together."""
+
+    batch: int
+    n_q: int
+    n_k: int
+    heads: int
+    kv_heads: int
+    d: int
+    dv: int
+    packed: bool
+
+    def tiles(self, n: int, block: int) -> int:
+        return n // block + self.batch if self.packed else -(-n // block)
+
+    def programs(self, n: int, heads: int, block: int) -> int:
+        return self.tiles(n, block) * heads * (1 if self.packed else self.batch)
+
+    def grid(self, n: int, heads: int, block: int) -> tuple[int, int, int]:
+        """The arguments `tiles`, `heads` and `batch` of a kernel (structs.Grid)."""
+        return self.tiles(n, block), heads, self.batch
+
+    def in_rows(self, heads: int) -> CallShape:
+        """The same with `heads` query heads of a group as one head with more queries."""
+        return self._replace(n_q=self.n_q * heads, heads=self.heads // max(heads, 1))
+
+
+def call_shape(request: Request) -> CallShape:
+    *_, n_q, heads, d = request.q.shape
+    n_k, kv_heads, dv = request.v.shape[-3:]
+    batch = request.q.shape[0] if request.cu_q is None else request.cu_q.shape[0] - 1
+    return CallShape(batch, n_q, n_k, heads, kv_heads, d, dv, packed=request.cu_q is not None)
+
+
+def sequences_and_window(request: Request) -> tuple[Any, ...]:
+    """The arguments cu_q, cu_k, n_q, n_k, before and after of a kernel."""
+    size, spec = call_shape(request), request.spec
+    return request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after
+
+
+def by_group(request: Request, out: Tensor, lse: Tensor) -> tuple[Request, Tensor, Tensor]:
+    """The same forward with the heads of a group as queries, if `heads_are_queries`."""
+    q, kv_heads = request.q, request.k.shape[-2]
+    group, plain = q.shape[-2] // kv_heads, request.cu_q is None and request.is_plain
+    if not plain or not heads_are_queries(q.shape[1], group, request.spec.before):
+        return request, out, lse
+    # (batch, 1, kv_heads * group, dim) -> (batch, group, kv_heads, dim)
+    q, out = (x.unflatten(2, (kv_heads, group)).squeeze(1).transpose(1, 2) for x in (q, out))
+    lse = lse.unflatten(1, (kv_heads, group)).squeeze(-1)
+    return request._replace(q=q, spec=request.spec._replace(after=None)), out, lse
+
+
+def view(x: Tensor) -> View:
+    """The View of a (batch, token, head, dim) or packed (token, head, dim) tensor. Axes of size 1 have stride 0."""
+    outer = (0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False))
+    strides = (*outer, x.stride(-1)) if x.dim() == 4 else (0, *outer, x.stride(-1))
+    is_large = (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31
+    remainders = {stride % 16 for stride in strides[:3]}
+    return View(x, (*strides, 1 if is_large else None, 1 if not is_large and remainders in ({8}, {0, 8}) else None))
+
+
+def padded(d: int, least: int = 16) -> int:
+    """The power of two in which a head dim is computed."""
+    return max(least, int(triton.next_power_of_2(d)))
+
+
+def new_results(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse."""
+    *outer, tokens, heads, _ = request.q.shape
+    out = memory.empty((*outer, tokens, heads, request.v.shape[-1]), request.result_dtype)
+    return out, memory.empty((*outer, heads, tokens), torch.float32)
+
+
+def new_max_logit(request: Request, memory: Memory) -> Tensor | None:
+    """Memory for the largest score of each head, (batch, heads) or packed (heads,), if the call returns it."""
+    if not request.spec.max_logit:
+        return None
+    return memory.empty((*request.q.shape[:-3], request.q.shape[-2]), torch.float32)
+
+
+def new_gradients(request: Request, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients of q, k and v."""
+    dq, dk, dv = (memory.empty(x.shape, request.result_dtype) for x in request[:3])
+    return dq, dk, dv
 
 
 class Buffer(NamedTuple):
@@ -132,6 +218,7 @@ class PreparedLaunches:
 
     def __init__(self, launches: Sequence[CompiledLaunch], tensors: int, device: int) -> None:
         self.device, self.stream = device, 0
+        self.addresses: Sequence[int] = ()  # of the latest call, whose arguments are in place
         parameters = [[*launcher.parameters_of(x.binary, x.args)] for x in launches]
         count = sum(map(len, parameters))
         # addresses of the tensors, a null pointer for scratch memory, other values, and pointers to all of these
@@ -164,11 +251,14 @@ class PreparedLaunches:
         """Launch everything on a stream of the current device. The address of an absent tensor is 0."""
         cells, launch = self.cells, launcher.driver.cuLaunchKernelEx
         with _launching:
-            self.write(cells, 0, *addresses)
-            for cell, tensor, offset in self.offsets:
-                cells[cell] = addresses[tensor] + offset
-            for cell, tensor, descriptors in self.maps:
-                cells[cell] = descriptors[addresses[tensor]]
+            if addresses != self.addresses:
+                self.addresses = ()  # the driver may raise an error below
+                self.write(cells, 0, *addresses)
+                for cell, tensor, offset in self.offsets:
+                    cells[cell] = addresses[tensor] + offset
+                for cell, tensor, descriptors in self.maps:
+                    cells[cell] = descriptors[addresses[tensor]]
+                self.addresses = addresses
             if stream != self.stream:
                 self.stream = stream
                 for config, _, _ in self.launches:
@@ -224,13 +314,13 @@ class KernelCall:
         stream = current_stream(launches.device)
         every = [*tensors, *[empty_strided_cuda(*buffer) for buffer in self.buffers]]
         addresses = [0 if x is None else x.data_ptr() for x in every]
-        if (reduce(or_, addresses) & 15 or self.low_bits) and low_bits(addresses) != self.low_bits:
+        if self.has_counters:
+            addresses.append(self._counters(stream, every))
+        if addresses != launches.addresses and low_bits(addresses) != self.low_bits:
             # misaligned: a saved-tensor hook replaced a tensor, or dlse is a view
             if self.low_bits:
                 return self._launch_with_triton(tensors)
             return self([x if x is None or x.data_ptr() & 15 == 0 else aligned_copy(x) for x in tensors])
-        if self.has_counters:
-            addresses.append(self._counters(stream, every))
         launches(addresses, stream)
         return [every[n] for n in self.results]
 
@@ -277,8 +367,10 @@ def stream_counters(device: int, stream: int) -> int:
 def low_bits(addresses: Sequence[int]) -> tuple[int, ...]:
     """Addresses modulo 16, on which Triton specialises kernels; () if all are 0. Tensors that a call allocates come
     last and are aligned."""
+    if not reduce(or_, addresses) & 15:
+        return ()
     found = [address & 15 for address in addresses]
-    while found and not found[-1]:
+    while not found[-1]:
         found.pop()
     return tuple(found)
 

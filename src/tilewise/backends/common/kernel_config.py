@@ -8,9 +8,10 @@ from torch import Tensor
 from ...request import Gpu, Request
 from . import tiles
 from .device.structs import KernelConfig
-from .kernel_arguments import CallShape, call_shape, is_linear, lists_tiles, padded
+from .kernel_call import CallShape, call_shape, padded
 from .launch import INTERPRETED
 from .repair import LINE
+from .score_terms import is_linear, lists_tiles
 from .tiles import Tile
 
 SMALLEST = 16  # the fewest rows of a tile

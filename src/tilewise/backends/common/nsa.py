@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...request import Gpu
 from .device.structs import ANY_SIZE, LOG2E
-from .kernel_arguments import padded, view
+from .kernel_call import padded, view
 from .kernel_config import precision
 from .launch import INTERPRETED, Launch
 

@@ -24,18 +24,10 @@ from .device.attend import stream_keys
 from .device.structs import ANY_SIZE, Grid, Rows, ScoreParams, Sequences, View
 from .device.tile_io import load_rows, row_pointers, store_rows
 from .device.tile_range import locate
-from .kernel_arguments import (
-    call_shape,
-    device_terms,
-    has_large_scores,
-    mask_mod,
-    padded,
-    score_mod,
-    sequences_and_window,
-    view,
-)
+from .kernel_call import call_shape, padded, sequences_and_window, view
 from .kernel_config import launch_options
 from .launch import INTERPRETED, Launch, Memory
+from .score_terms import device_terms, has_large_scores, mask_mod, score_mod
 from .tiles import INTERPRETER, Tile
 
 LARGE_LSE: tl.constexpr = tl.constexpr(256.0)  # below, rounding lse to float32 changes p by less than 8e-6 of it

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ...request import BackwardInputs, Request, Spec
 from .device.structs import ANY_SIZE, LOG2E
-from .kernel_arguments import has_large_scores
 from .launch import Build, Built, Launch, Memory, Target, can_overlap, named, overlapped
 from .pdl import gdc_wait
 from .preprocess import prepare_launch, row_statistics
 from .renormalise import renormalised
+from .score_terms import has_large_scores
 
 BLOCK: tl.constexpr = tl.constexpr(4096)  # rows that a program loads at once
 

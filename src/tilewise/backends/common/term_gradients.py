@@ -21,12 +21,12 @@ from ...mods.expr import N_K, N_Q, B, Expr, H, I, J, Place, const, load, scatter
 from ...request import BackwardInputs, Request
 from . import mod_source as mods
 from .device.structs import FAR, Bias
-from .kernel_arguments import call_shape, device_terms, is_fast, mask_mod, score_mod_with_derivative
-from .kernel_call import KernelCall
+from .kernel_call import KernelCall, call_shape
 from .kernel_config import launch_options, tile_of
 from .launch import DeviceMemory, Launch, target_of
 from .preprocess import prepare_launch, row_statistics
 from .renormalise import renormalised
+from .score_terms import device_terms, is_fast, mask_mod, score_mod_with_derivative
 from .sinks import build_sink_gradient
 from .term_sums import line_sums_kernel, tile_sums_kernel
 

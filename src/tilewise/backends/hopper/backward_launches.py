@@ -10,19 +10,10 @@ from ...request import LIMIT, BackwardInputs, Request
 from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, Blocks, KernelConfig, View
-from ..common.kernel_arguments import (
-    CallShape,
-    call_shape,
-    device_terms,
-    folded,
-    has_large_scores,
-    mask_mod,
-    padded,
-    score_mod_with_derivative,
-    view,
-)
+from ..common.kernel_call import CallShape, call_shape, padded, view
 from ..common.launch import INTERPRETED, Launch, Memory, Target, named
 from ..common.renormalise import renormalised
+from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
 from .backward import backward_kernel
 from .backward_rows import COLUMNS, OTHER, OWN, RowsConfig, backward_rows_kernel
 from .backward_schedule import Split, Widths, choose_split, column_widths, padded_widths, tile_schedule
@@ -38,8 +29,7 @@ from .postprocess import (
     postprocess_kernel,
     preprocess_kernel,
 )
-from .support import GPU
-from .tiles import backward_tile
+from .support import GPU, backward_tile
 
 REPAIR_ROWS = 16  # few registers: the postprocess has many programs on an SM
 STEP = 16  # rows of the other side that a repair takes at a time
@@ -369,7 +359,9 @@ def named_launches(
     request: Request, bwd_inputs: BackwardInputs, grads: tuple[Tensor, Tensor, Tensor], target: Target, memory: Memory
 ) -> dict[str, Launch]:
     """The launches by name, in order. Names in parentheses are of small kernels."""
-    first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
+    first: list[Launch] = []
+    if not request.is_plain:
+        first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
     space = new_workspace(memory, call_shape(request), choose_split(request, target.num_sms))
     found, words = named("(renormalise)", first), None
     if request.blocks:

@@ -13,10 +13,10 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from ...request import LIMIT, Request, Spec
-from ..common.kernel_arguments import CallShape, call_shape, padded
+from ..common.kernel_call import CallShape, call_shape, padded
 from .mask_words import uses_words_by_key, without_mask_mod
-from .support import is_uneven
-from .tiles import BackwardTile, RowGroups, backward_tile, backward_widths, row_groups, rows_together
+from .support import RowGroups, backward_tile, backward_widths, is_uneven, row_groups, rows_together
+from .tiles import BackwardTile
 
 # Of Q, dO and dQ of one query head of each row that are scheduled together. Of the best peer, causal, with 16 and with
 # 64 MB: D 128 32 x 512 1.04 0.88, 32 x 1024 1.02 0.91, 4 x 4096 1.09 1.03; 192 by 128 32 x 512 0.99 0.76.
@@ -128,7 +128,7 @@ def choose_split(request: Request, num_sms: int) -> Split | None:
         return None
     if request.blocks and spec.mask_block[3] > 1 and size.heads > size.kv_heads:
         return Split(size.heads // size.kv_heads)  # every query head has lists of its own
-    plain = (without_mask_mod(request) if uses_words_by_key(request) else request).is_plain
+    plain = request.is_plain or (uses_words_by_key(request) and without_mask_mod(request).is_plain)
     tile = backward_tile(*column_widths(size).columns, plain=plain, deterministic=spec.deterministic)
     split = _fastest_split(size, spec, tile, num_sms)
     return split if spec.partial or split.parts > 1 else None

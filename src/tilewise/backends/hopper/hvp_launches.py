@@ -7,7 +7,7 @@ from ...request import Gpu, Request
 from ..common.device.structs import LOG2E
 from ..common.hvp import HvpTensors
 from ..common.hvp_launches import OnePass
-from ..common.kernel_arguments import call_shape
+from ..common.kernel_call import call_shape
 from ..common.launch import Launch, Memory, Target
 from ..common.tiles import Tile
 from .gluon_compat import TensorDescriptor, gl

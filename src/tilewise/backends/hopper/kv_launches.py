@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...kv_formats import is_latent
 from ...kv_request import MIN_PREFILL_QUERIES, KvCall, KvRequest, PlannedTile
-from ..common.kernel_arguments import CallShape
+from ..common.kernel_call import CallShape
 from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
 from .forward_tiles import ROWS

@@ -10,28 +10,19 @@ from torch import Tensor
 from ...request import LIMIT, Request, Spec
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.fp8 import Fp8Scales
+from ..common.device.structs import Terms
 from ..common.fp8_format import KEY_BLOCK
-from ..common.kernel_arguments import (
-    CallShape,
-    by_group,
-    call_shape,
-    device_terms,
-    mask_mod,
-    new_max_logit,
-    new_results,
-    padded,
-    score_mod,
-    view,
-)
+from ..common.kernel_call import CallShape, by_group, call_shape, new_max_logit, new_results, padded, view
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named, pdl_option
-from . import tiles
+from ..common.score_terms import device_terms, mask_mod, score_mod
 from .forward import forward_kernel
 from .forward_repair import RepairPointers
 from .forward_tiles import ROWS, ForwardConfig
 from .gluon_compat import TensorDescriptor, gl
 from .mask_words import new_words, with_words, words_launches
 from .pipeline import CachePointers, KvCache
-from .support import GPU, is_uneven
+from .support import GPU, forward_tile, is_uneven, rows_together, widths, window_size
+from .tiles import FP8_FORWARD, MAX_WHOLE_ROWS, MOST_PROGRAMS
 from .token_rows import TMA_EXTENT, GlobalTensor
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
@@ -65,7 +56,7 @@ def new_state(memory: Memory) -> State:
 def new_tile_list(size: CallShape, target: Target, memory: Memory) -> Tensor:
     """Memory for two numbers of each tile, which has 64 queries or more, and one of each program."""
     rows = size.heads * (1 if size.packed else size.batch)
-    programs = tiles.MOST_PROGRAMS * target.num_sms
+    programs = MOST_PROGRAMS * target.num_sms
     return memory.empty((2 * size.tiles(size.n_q, ROWS.value) * rows + programs,), torch.int32)
 
 
@@ -182,10 +173,13 @@ def forward_launch(
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
     rows_in_l2 = L2_BYTES // (keys_in_use(request, size) * (size.d + size.dv) * 2) if is_uneven(spec) else 1
-    rows_in_l2 = tiles.rows_together(rows // config.GROUP, rows_in_l2)
-    terms = device_terms(request, GPU, (block_m, config.BLOCK_N))
+    rows_in_l2 = rows_together(rows // config.GROUP, rows_in_l2)
+    terms, score, mask = Terms(), None, None
+    if not request.is_plain:
+        terms = device_terms(request, GPU, (block_m, config.BLOCK_N))
+        score, mask = score_mod(request, GPU), mask_mod(request)
     if state.mask_words is not None:
-        terms = with_words(terms, request, state.mask_words)
+        terms, mask = with_words(terms, request, state.mask_words), None
     args = (
         *operands.descriptors,
         # with float32 results only the dtype of this descriptor is used, that of P
@@ -196,8 +190,7 @@ def forward_launch(
         *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, rows_in_l2 * config.GROUP),
         *(terms, CachePointers(*cache[:4]), operands.fp8, *cache[4:]),
     )
-    mod = mask_mod(request) if state.mask_words is None else None
-    options = {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mod, "CONFIG": config, "num_warps": 4}
+    options = {"SCORE_MOD": score, "MASK_MOD": mask, "CONFIG": config, "num_warps": 4}
     options |= pdl_option(not INTERPRETED)
     if config.PROGRAMS > 1:
         options["maxnreg"] = REGISTERS // (128 * (config.WARPGROUPS + 1) * config.PROGRAMS) // 8 * 8
@@ -216,7 +209,7 @@ def keys_in_use(request: Request, size: CallShape) -> int:
 
 def fp8_config(size: CallShape, spec: Spec, has_bias: bool) -> ForwardConfig:
     """The config for fp8 operands, whose blocks have KEY_BLOCK keys."""
-    tile, dv = tiles.FP8_FORWARD, padded(size.dv, 64)
+    tile, dv = FP8_FORWARD, padded(size.dv, 64)
     return ForwardConfig(
         BLOCK_M=ROWS.value * tile.warpgroups,
         BLOCK_DV=dv,
@@ -244,15 +237,15 @@ def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool
     has_score_terms = spec.score_mod is not None or has_bias
     unmodified = not has_score_terms and not spec.dropout_p
     plain, listed = unmodified and spec.mask_mod is None, unmodified and bool(spec.mask_block)
-    window = tiles.window_size(spec.before, spec.after)
+    window = window_size(spec.before, spec.after)
     kind = {"banded": is_uneven(spec), "plain": plain, "listed": listed}
-    tile = tiles.forward_tile(size.d, size.dv, keys=keys, window=window, **kind)
-    splits_columns = max(size.d, size.dv) > tiles.MAX_WHOLE_ROWS
+    tile = forward_tile(size.d, size.dv, keys=keys, window=window, **kind)
+    splits_columns = max(size.d, size.dv) > MAX_WHOLE_ROWS
     block_dv = padded(size.dv, 64) // (2 if splits_columns else 1)
     return ForwardConfig(
         BLOCK_M=ROWS.value * (1 if splits_columns else tile.warpgroups),
         BLOCK_DV=block_dv,
-        HEAD_PARTS=(block_dv,) if splits_columns else tiles.widths(size.dv),
+        HEAD_PARTS=(block_dv,) if splits_columns else widths(size.dv),
         BLOCK_N=tile.block_n,
         GROUP=size.heads // size.kv_heads,
         WARPGROUPS=tile.warpgroups,
@@ -292,7 +285,7 @@ def column_descriptors(
     x: Tensor, rows: int, is_cache: bool = False, boxes: Boxes | None = None
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """The descriptors of one or two parts of the columns, in boxes of `rows` rows; the second is None for one part."""
-    return part_descriptors(x, rows, tiles.widths(x.shape[-1]), is_cache, boxes)
+    return part_descriptors(x, rows, widths(x.shape[-1]), is_cache, boxes)
 
 
 def part_descriptors(

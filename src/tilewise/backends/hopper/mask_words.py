@@ -20,8 +20,9 @@ from ...request import Request
 from ..common.device.mask import visible
 from ..common.device.structs import ANY_SIZE, Pairs, ScoreParams, Sequences, Terms, Work
 from ..common.device.tile_range import packed_tile
-from ..common.kernel_arguments import device_terms, mask_mod, sequences_and_window
+from ..common.kernel_call import sequences_and_window
 from ..common.launch import Launch, Memory
+from ..common.score_terms import device_terms, mask_mod
 from .gluon_compat import gl, gluon, load_row_words
 from .pipeline import key_blocks
 from .support import GPU

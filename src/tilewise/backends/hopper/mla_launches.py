@@ -10,10 +10,11 @@ from torch import Tensor
 from ...kv_formats import is_deepseek_fp8
 from ...kv_request import KvCall
 from ..common.device.structs import View
-from ..common.kernel_arguments import device_terms, view
+from ..common.kernel_call import view
 from ..common.kv.launches import buffers_of, checked_partition, combine_launch
 from ..common.kv.mla_launches import cache_views, mla_launch, repair_launch
 from ..common.launch import Launch, Target
+from ..common.score_terms import device_terms
 from .launches import packed_descriptor
 from .mla import HopperLatentConfig, hopper_mla_kernel
 from .mla_producers import PackedViews

@@ -1,7 +1,7 @@
 """The launches of the Hopper kernels for offline compilation. Nothing runs, and the tensors may be meta tensors."""
 
 from ...request import BackwardInputs, Gpu, Request
-from ..common.kernel_arguments import new_gradients, new_max_logit, new_results
+from ..common.kernel_call import new_gradients, new_max_logit, new_results
 from ..common.launch import OFFLINE_PROCESSORS, DeviceMemory, Launch, Target
 from ..common.sinks import named_sink_launches
 from . import backward_launches, launches

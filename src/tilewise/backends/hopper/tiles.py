@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from typing import NamedTuple
 
 MOST_PROGRAMS = 3  # of the forward on one SM
 
@@ -108,21 +106,6 @@ LISTED = ForwardTile(128, 2, lazy_rescale=False, stages=4)
 FP8_FORWARD = ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)  # of the blocks in which fp8 operands are stored
 
 
-def widths(d: int) -> tuple[int, ...]:
-    """Head dim d as one power of two, or as two if they add up to less.
-
-    >>> widths(64), widths(80), widths(192), widths(200)
-    ((64,), (64, 16), (128, 64), (256,))
-    """
-    half = 32
-    while 2 * half < d:
-        half *= 2
-    rest = 16
-    while rest < d - half:
-        rest *= 2
-    return (2 * half,) if half == 32 or rest >= half else (half, rest)
-
-
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
     """Blocks of `block_m` queries and tiles of `block_n` keys. `dq_by_tma`: TMA adds dQ to global memory instead of
@@ -149,102 +132,3 @@ BACKWARD: tuple[tuple[int, int, bool, BackwardTile], ...] = (
     # there is no room for a tile of dQ
     (256, 256, False, BackwardTile(64, 64, dq_by_tma=False)),
 )
-
-
-def backward_widths(d: int) -> tuple[int, ...]:
-    """`widths` for the backward: above 128 the second part is halved between two warpgroups.
-
-    >>> backward_widths(80), backward_widths(136), backward_widths(192)
-    ((64, 16), (128, 32), (128, 64))
-    """
-    first, *rest = widths(d)
-    return (first, *(max(x, 32) for x in rest)) if d > 128 else (first, *rest)
-
-
-def backward_tile(d: int, dv: int, *, plain: bool, deterministic: bool) -> BackwardTile:
-    """The tile of the Hopper backward; `plain`: without score terms.
-
-    >>> backward_tile(128, 128, plain=True, deterministic=False)
-    BackwardTile(block_m=64, block_n=128, dq_by_tma=True)
-    """
-    return next(
-        row
-        for most_d, most_dv, only_fast, row in BACKWARD
-        if d <= most_d and dv <= most_dv and ((plain and not deterministic) or not only_fast)
-    )
-
-
-def rows_together(rows: int, least: int) -> int:
-    """How many rows of tiles are scheduled together: from `least` to twice as many, so that the last group is as full
-    as possible. The longest tiles of a small last group would start when the others are nearly done (D 192, 16 heads of
-    4096 tokens, forward: 0.73 of FlashAttention-3 with groups of 5 rows, 0.95 with groups of 8).
-
-    >>> rows_together(16, 5), rows_together(64, 10), rows_together(3, 8)
-    (8, 16, 3)
-    """
-    least = max(least, 1)
-    if rows <= least:
-        return rows
-    return max(range(least, min(2 * least, rows) + 1), key=lambda n: (((rows - 1) % n + 1) / n, -n))
-
-
-class RowGroups(NamedTuple):
-    """Rows of tiles that are scheduled together: `size` each of the first `grouped` rows, and all others at the end."""
-
-    size: int
-    grouped: int
-
-    def sizes(self, rows: int) -> list[int]:
-        """The rows of each group."""
-        return [*[self.size] * (self.grouped // self.size), rows - self.grouped]
-
-
-def row_groups(rows: int, size: int, last: int) -> RowGroups:
-    """Groups of `size` rows; the last has `last` rows at least, if there are so many.
-
-    >>> row_groups(100, 8, 0), row_groups(100, 8, 10)
-    (RowGroups(size=8, grouped=88), RowGroups(size=8, grouped=88))
-    >>> row_groups(10, 4, 10).sizes(10)
-    [10]
-    """
-    size = max(1, min(size, rows))
-    return RowGroups(size, max(0, rows - max(last, size)) // size * size)
-
-
-def window_size(before: int | None, after: int | None) -> int | None:
-    """The number of keys in a window, None if it is not bounded on both sides."""
-    return None if before is None or after is None else before + after + 1
-
-
-def forward_tile(
-    d: int,
-    dv: int,
-    *,
-    banded: bool,
-    keys: int | None,
-    window: int | None = None,
-    plain: bool = True,
-    listed: bool = False,
-) -> ForwardTile:
-    """The tile of the Hopper forward; `banded`: causal or with a block mask; `keys`: the number of keys of a sequence
-    (packed: the mean; None: not known, taken as many); `plain`: no score terms and no mask mod; `listed`: no score
-    terms and a block mask. A window counts as the causal call in which a query sees as many keys on average: that of
-    twice its size.
-
-    >>> tile = forward_tile(128, 128, banded=True, keys=4096)
-    >>> tile.block_n, tile.warpgroups, tile.ping_pong
-    (128, 2, True)
-    """
-    if listed and max(d, dv) <= 64:
-        return LISTED
-    most_keys = min(sys.maxsize if keys is None else keys, sys.maxsize if window is None else 2 * window)
-    return next(
-        row
-        for most_d, most_dv, most, only_banded, only_plain, row in FORWARD
-        if d <= most_d
-        and dv <= most_dv
-        and (most is None or most_keys <= most)
-        and (banded or not only_banded)
-        and (plain or not only_plain)
-        and (keys is not None or row.programs == 1)  # pages take more registers of the producer
-    )

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.device.structs import Sinks
-from ..common.kernel_arguments import view
+from ..common.kernel_call import view
 from ..common.kv.combine import Buffers
 from ..common.launch import Launch
 from .gluon_compat import fence_async_shared, gl, gluon

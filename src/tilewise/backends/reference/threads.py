@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from tilewise.torch_internals import is_intercepted, is_profiled
+from tilewise.torch_internals import num_dispatch_modes, profiler_enabled
 
 T = TypeVar("T")
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -63,7 +63,7 @@ def each(items: Sequence[T], work: Callable[[T], None]) -> None:
 
 
 def _is_observed() -> bool:
-    return is_intercepted() or is_profiled()
+    return num_dispatch_modes() > 0 or (not torch.compiler.is_compiling() and profiler_enabled())
 
 
 def _has_cores(threads: int) -> bool:

@@ -6,20 +6,14 @@ from torch import Tensor
 from ...request import BackwardInputs, Gpu, Request
 from ..common.clear import clear_launches
 from ..common.device.structs import KernelConfig
-from ..common.kernel_arguments import (
-    call_shape,
-    device_terms,
-    folded,
-    mask_mod,
-    sequences_and_window,
-    view,
-)
+from ..common.kernel_call import call_shape, sequences_and_window, view
 from ..common.kernel_config import costly_term, flag_count, is_even, launch_options, tile_of
 from ..common.launch import Launch, Memory, Target, can_overlap, named, overlapped
 from ..common.preprocess import prepare_launch, row_statistics
 from ..common.renormalise import renormalised
 from ..common.repair import LINE, repair_backward_kernel
 from ..common.repair_launches import repair
+from ..common.score_terms import device_terms, folded, mask_mod
 from .backward import key_kernel, query_kernel
 
 FEW_ROWS = 32  # queries or keys that are repaired at a time

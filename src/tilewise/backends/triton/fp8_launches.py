@@ -8,20 +8,12 @@ from ..common import tiles
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
 from ..common.fp8_launches import quantise
-from ..common.kernel_arguments import (
-    call_shape,
-    device_terms,
-    is_linear,
-    mask_mod,
-    padded,
-    score_mod,
-    sequences_and_window,
-    view,
-)
+from ..common.kernel_call import call_shape, padded, sequences_and_window, view
 from ..common.kernel_config import flag_count, launch_options
 from ..common.launch import INTERPRETED, Launch, Memory, Target, can_overlap, named
 from ..common.repair import repair_forward_kernel
 from ..common.repair_launches import repairs
+from ..common.score_terms import device_terms, is_linear, mask_mod, score_mod
 from .fp8_forward import Fp8Operands, fp8_forward_kernel
 
 LEAST_DIM = 32  # of a product of fp8 operands

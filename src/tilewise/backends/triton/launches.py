@@ -11,19 +11,7 @@ from ...request import Gpu, Request, Spec
 from ..common import tiles
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
-from ..common.kernel_arguments import (
-    call_shape,
-    device_terms,
-    folded,
-    has_large_scores,
-    is_bounded,
-    mask_mod,
-    new_max_logit,
-    new_results,
-    padded,
-    sequences_and_window,
-    view,
-)
+from ..common.kernel_call import call_shape, new_max_logit, new_results, padded, sequences_and_window, view
 from ..common.kernel_config import (
     costly_term,
     flag_count,
@@ -35,6 +23,7 @@ from ..common.kernel_config import (
 from ..common.launch import Build, Built, Launch, Memory, Target, can_overlap, named, pdl_option
 from ..common.repair import repair_forward_kernel
 from ..common.repair_launches import repairs
+from ..common.score_terms import device_terms, folded, has_large_scores, is_bounded, mask_mod
 from .forward import MergeConfig, MergeTensors, forward_kernel, merge_kernel
 
 

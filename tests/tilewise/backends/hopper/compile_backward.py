@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewise.backends.common.kernel_arguments import call_shape, new_gradients
+from tilewise.backends.common.kernel_call import call_shape, new_gradients
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace
 from tilewise.backends.hopper.backward_schedule import Split

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from tilewise.backends.common.kernel_arguments import call_shape
+from tilewise.backends.common.kernel_call import call_shape
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace
 from tilewise.request import BackwardInputs, Request, Spec

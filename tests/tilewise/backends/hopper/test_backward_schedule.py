@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise.backends.common.kernel_arguments import CallShape, call_shape
+from tilewise.backends.common.kernel_call import CallShape, call_shape
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.request import BackwardInputs, Request, Spec
 
@@ -16,7 +16,8 @@ schedule = pytest.importorskip("tilewise.backends.hopper.backward_schedule")
 
 from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace  # noqa: E402
 from tilewise.backends.hopper.backward_schedule import Split  # noqa: E402
-from tilewise.backends.hopper.tiles import BackwardTile, backward_tile  # noqa: E402
+from tilewise.backends.hopper.support import backward_tile  # noqa: E402
+from tilewise.backends.hopper.tiles import BackwardTile  # noqa: E402
 
 H200 = 132
 TILE = backward_tile(128, 128, plain=True, deterministic=False)

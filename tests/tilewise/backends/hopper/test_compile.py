@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.backends.hopper import tiles
+from tilewise.backends.hopper import support, tiles
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ def test_no_spills_and_nothing_serialised(name, triton):
 
 def test_every_row_of_the_table_is_compiled():
     rows = {
-        tiles.forward_tile(
+        support.forward_tile(
             c["d"],
             c.get("dv", c["d"]),
             banded="after" in c,

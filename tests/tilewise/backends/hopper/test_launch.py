@@ -9,7 +9,7 @@ import torch
 
 import tilewise
 from tests.tilewise.mods.test_rows import product
-from tilewise.backends.hopper import support, tiles
+from tilewise.backends.hopper import support
 from tilewise.backends.registry import choose
 from tilewise.mods import alibi, block_diagonal, prefix_lm, softcap
 from tilewise.request import Gpu, Request, Spec
@@ -189,7 +189,7 @@ def test_score_terms_above_head_dim_256_have_the_portable_backward():
 @pytest.mark.parametrize("least", [0, 1, 5, 10])
 def test_rows_that_are_scheduled_together(rows, least):
     """The last group is no emptier than that of any other allowed size."""
-    found = tiles.rows_together(rows, least)
+    found = support.rows_together(rows, least)
     allowed = range(min(max(least, 1), rows), min(2 * max(least, 1), rows) + 1)
     assert found in allowed
     assert (-rows % found) / found == min((-rows % n) / n for n in allowed) or rows <= least
@@ -199,7 +199,7 @@ def test_rows_that_are_scheduled_together(rows, least):
 @pytest.mark.parametrize("size", [0, 1, 5, 10])
 @pytest.mark.parametrize("last", [0, 1, 7, 200])
 def test_a_larger_group_of_rows_at_the_end(rows, size, last):
-    *others, end = tiles.row_groups(rows, size, last).sizes(rows)
+    *others, end = support.row_groups(rows, size, last).sizes(rows)
     assert sum(others) + end == rows
     assert set(others) <= {max(size, 1)}
     assert end == rows or max(last, size, 1) <= end < max(last, size, 1) + max(size, 1)
@@ -228,20 +228,20 @@ def test_an_mi200_which_reports_capability_9_0_is_no_hopper():
     ],
 )
 def test_columns_are_cut_into_powers_of_two(d, expected):
-    assert tiles.widths(d) == expected
+    assert support.widths(d) == expected
 
 
 def test_short_calls_have_their_own_rows():
-    assert tiles.forward_tile(64, 64, banded=True, keys=1024).programs == 3
-    assert tiles.forward_tile(64, 64, banded=True, keys=2048).warpgroups == 3
-    assert tiles.forward_tile(64, 64, banded=True, keys=1024, plain=False).warpgroups == 2
-    assert tiles.forward_tile(64, 64, banded=False, keys=577).programs == 2
-    assert tiles.forward_tile(64, 64, banded=True, keys=None, window=100).programs == 1  # pages
-    assert tiles.forward_tile(128, 128, banded=False, keys=1025).q_stages == 2
-    assert tiles.forward_tile(64, 64, banded=False, keys=1024).warpgroups == 3
-    assert not tiles.forward_tile(64, 64, banded=False, keys=4096).lazy_rescale
-    assert tiles.forward_tile(128, 128, banded=False, keys=4096, plain=False).lazy_rescale
-    assert tiles.forward_tile(64, 64, banded=False, keys=512, plain=False).warpgroups == 2
+    assert support.forward_tile(64, 64, banded=True, keys=1024).programs == 3
+    assert support.forward_tile(64, 64, banded=True, keys=2048).warpgroups == 3
+    assert support.forward_tile(64, 64, banded=True, keys=1024, plain=False).warpgroups == 2
+    assert support.forward_tile(64, 64, banded=False, keys=577).programs == 2
+    assert support.forward_tile(64, 64, banded=True, keys=None, window=100).programs == 1  # pages
+    assert support.forward_tile(128, 128, banded=False, keys=1025).q_stages == 2
+    assert support.forward_tile(64, 64, banded=False, keys=1024).warpgroups == 3
+    assert not support.forward_tile(64, 64, banded=False, keys=4096).lazy_rescale
+    assert support.forward_tile(128, 128, banded=False, keys=4096, plain=False).lazy_rescale
+    assert support.forward_tile(64, 64, banded=False, keys=512, plain=False).warpgroups == 2
 
 
 def test_masks_are_bits_where_heads_share_lists() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise.backends.common.kernel_arguments import view
+from tilewise.backends.common.kernel_call import view
 
 from .test_compile import compiled
 

@@ -14,9 +14,10 @@ from ....kv_formats import format_of, has_token_scales, has_words, head_dim
 from ....kv_request import UNDIVIDED, AppendRequest, KvCall, KvRequest, PlannedTile, Scale
 from ....request import Gpu
 from ..device.structs import View
-from ..kernel_arguments import device_terms, folded, is_bounded, mask_mod, padded, view
+from ..kernel_call import padded, view
 from ..kernel_config import precision
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
+from ..score_terms import device_terms, folded, is_bounded, mask_mod
 from . import formats
 from . import partition as partitions
 from .append import (

@@ -9,9 +9,10 @@ from ....kv_formats import GROUPS, LATENT, is_deepseek_fp8
 from ....kv_request import KvCall
 from ....request import Gpu
 from ..device.structs import View
-from ..kernel_arguments import device_terms, folded, mask_mod, view
+from ..kernel_call import view
 from ..kernel_config import precision
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap
+from ..score_terms import device_terms, folded, mask_mod
 from .launches import (
     E4M3_CAPABILITY,
     NO_VIEW,

@@ -11,8 +11,7 @@ from torch import Tensor
 from ....kv_formats import head_dim, shares_memory
 from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile, structure_of
 from ..clear import clear_max_logit
-from ..kernel_arguments import new_max_logit
-from ..kernel_call import KernelCall
+from ..kernel_call import KernelCall, new_max_logit
 from ..launch import Built, Launch, Memory, Target
 from . import launches as decode
 from .launches import append_launch
