@@ -45,11 +45,12 @@ def tile_at(boxes, n):
 
 
 @gluon.jit
-def load_two(x, y, bar, x_box, y_box, b, h, row, pred):
-    """Loads a block of two tensors if `pred`."""
+def load_two(x, y, bar, boxes, place, pred):
+    """Loads a block of two tensors if `pred`. `place`: batch row, head and first row."""
+    b, h, row = place
     mbarrier.expect(bar, 2 * x.block_type.nbytes, pred=pred)
-    tma_load(x, [b, h, row, 0], bar, x_box.index(0), pred=pred)
-    tma_load(y, [b, h, row, 0], bar, y_box.index(0), pred=pred)
+    tma_load(x, [b, h, row, 0], bar, boxes[0].index(0), pred=pred)
+    tma_load(y, [b, h, row, 0], bar, boxes[1].index(0), pred=pred)
 
 
 @gluon.jit
@@ -155,8 +156,8 @@ def hvp_kernel(
     tma_load(q, [b, h, first, 0], bars.index(0), q_box.index(0))
     tma_load(tq, [b, h, first, 0], bars.index(0), tq_box.index(0))
     tma_load(do, [b, h, first, 0], bars.index(0), do_box.index(0))
-    load_two(v, tv, bars.index(2), v_box, tv_box, b, h_kv, lo, True)
-    load_two(k, tk, bars.index(1), k_box, tk_box, b, h_kv, lo, True)
+    load_two(v, tv, bars.index(2), (v_box, tv_box), (b, h_kv, lo), True)
+    load_two(k, tk, bars.index(1), (k_box, tk_box), (b, h_kv, lo), True)
     i = first + gl.arange(0, QUERIES, rows)
     row = (b * heads + h).to(gl.int64)
     lse2_i = gl.load(lse2 + row * padded_tokens + i)
@@ -201,7 +202,7 @@ def hvp_kernel(
         tds = downcast(ds * ts + p * (tdp - tdelta_i[:, None]), DTYPE)
         ds = downcast(ds, DTYPE)
         store_tile(pairs.index(zero + 1), tds)  # its barrier also says: both warpgroups have read V and V.
-        load_two(v, tv, bars.index(2), v_box, tv_box, b, h_kv, at + KEYS, has_next)
+        load_two(v, tv, bars.index(2), (v_box, tv_box), (b, h_kv, at + KEYS), has_next)
         dv = warpgroup_mma(pairs.index(zero).permute((1, 0)), do_tile, zero_block, use_acc=False, is_async=True)
         acc = warpgroup_mma(gl.convert_layout(tds, operand), k_tile, acc, is_async=True)
         dk = warpgroup_mma(pairs.index(zero + 1).permute((1, 0)), q_tile, zero_block, use_acc=False, is_async=True)
@@ -213,7 +214,7 @@ def hvp_kernel(
         add_block(dv_sums, sums, dv, b, h_kv, at)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         barrier()  # both have read K and K.
-        load_two(k, tk, bars.index(1), k_box, tk_box, b, h_kv, at + KEYS, has_next)
+        load_two(k, tk, bars.index(1), (k_box, tk_box), (b, h_kv, at + KEYS), has_next)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         n += 1
         mbarrier.wait(bars.index(2), n & 1, pred=has_next)
