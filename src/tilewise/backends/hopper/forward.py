@@ -12,13 +12,15 @@ docs/hopper-forward.md has the timeline and says why each barrier is there.
 
 from typing import NamedTuple
 
+import triton
 import triton.language as tl
 
 from ..common.device.fp8 import Fp8Scales
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
-from ..common.device.structs import Work
+from ..common.device.structs import Grid, Sequences, Work
+from ..common.device.tile_range import locate
 from .dropout import query_words
-from .forward_repair import Repair, flags_of, record_last, record_tile, repair_tiles
+from .forward_repair import Repair, flag_pointer, load_flag, repair_tile
 from .forward_tiles import (
     ROWS,
     Inputs,
@@ -48,7 +50,7 @@ from .gluon_compat import (
     gl,
     gluon,
     mbarrier,
-    tma_stores_done,
+    tma,
     warpgroup_mma_wait,
 )
 from .mask_words import key_block, seen_blocks
@@ -59,6 +61,8 @@ from .pipeline import (
     TileInfo,
     TileScheduler,
     allocate_tiles,
+    cache_length,
+    cache_row,
     column_parts,
     first_key,
     key_blocks,
@@ -70,11 +74,10 @@ from .pipeline import (
     phase,
     ping_pong_arrive,
     ping_pong_wait,
-    read_tile_id,
     read_tile_info,
     release,
     release_tile_info,
-    tile_work,
+    tile_and_row,
     wait_full,
     wait_tile_info,
     write_tile_info,
@@ -142,18 +145,30 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     n = gl.to_tensor(0)  # blocks so far: use n of the K and V pipelines is the next one
     t = gl.to_tensor(0)  # tiles so far
     w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
+    flags = outputs.repair.pointers.flags
+    REPAIR: gl.constexpr = flags is not None
     while w.first >= 0:
-        n = attend(shared, outputs, params, w, n, t, WG, CONFIG)
-        release_tile_info(shared.tile_info, t)
+        n, flag = attend(shared, outputs, params, w, n, t, WG, CONFIG)
+        if not REPAIR:
+            release_tile_info(shared.tile_info, t)
         t += 1
         w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
-    tma_stores_done()  # the NaN repair may overwrite O
+        if REPAIR:
+            # the tile before, whose flag has been loaded meanwhile, and after the last tile that one too
+            for done in range(t - 2, gl.where(w.first < 0, t, t - 1)):
+                if done == t - 1:
+                    barrier()  # all warps have stored their flags, and all load the same value
+                    flag = load_flag(flags, done, WG, CONFIG)
+                if flag > 0:
+                    repair_tile(shared.tile_info, done, outputs, params, WG, CONFIG)
+            release_tile_info(shared.tile_info, gl.maximum(t - 2, 0), pred=t > 1)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Attention of this warpgroup's queries of the t-th tile, whose first block is use n. Returns the use after its
-    last block."""
+    last block, and the flag of the tile before."""
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
@@ -238,6 +253,10 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     arrive(shared.q.empty.index(q_slot))
     if CONFIG.RESCALE_LATE:
         acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
+    flag = gl.to_tensor(0)
+    flags = outputs.repair.pointers.flags
+    if flags is not None:
+        flag = load_flag(flags, t - 1, WG, CONFIG)
     wait_full(shared.v, stop - 1, STAGES)
     acc = finish_pv(issue_pv(p, shared.v, stop - 1, acc, WG, CONFIG), p, acc, rescaling, CONFIG)
     release(shared.v, stop - 1, STAGES)
@@ -245,29 +264,26 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     skip_blocks(shared, stop, n, WG, CONFIG)
 
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
-    pointers = outputs.repair.pointers
-    flags = None if pointers.flag is None else flags_of(pointers, read_tile_id(shared.tile_info, t))
+    raised = None if flags is None else flag_pointer(flags, t, WG, CONFIG)
     FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
-    epilogue((acc, m_i, l_i, v_factor), (w, first, FIRST_COLUMN), shared.o.index(WG), flags, outputs, params, CONFIG)
-    return n
+    epilogue((acc, m_i, l_i, v_factor), (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
+    return n, flag
 
 
 @gluon.jit
-def produce(shared, inputs, params, scheduler, pointers, CONFIG: gl.constexpr):
+def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
     """Producer warp: draws tiles and loads K_0, Q, K_1, V_0, K_2, V_1 .., the order in which consumers need them."""
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
     lists = params.terms.blocks
     tile_id = gl.program_id(0)
-    last_id = gl.to_tensor(-1)
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
     while tile_id < scheduler.num_tiles:
         w = tile_work(tile_id, scheduler, params, CONFIG)
         if w.first < w.n_q:
-            last_id = record_tile(pointers, tile_id, last_id)
-            write_tile_info(shared.tile_info, t, w, VARLEN, tile_id)
+            write_tile_info(shared.tile_info, t, w, VARLEN)
             keys = Tokens(w.b, w.h // CONFIG.GROUP, w.k0, w.n_k)
             if CONFIG.FP8:
                 keys = fp8_key_tokens(w, params, CONFIG)
@@ -297,8 +313,28 @@ def produce(shared, inputs, params, scheduler, pointers, CONFIG: gl.constexpr):
             t += 1
         else:
             tile_id = next_tile_id(scheduler)
-    record_last(pointers, scheduler, last_id)
     write_tile_info(shared.tile_info, t, Work(0, 0, -1, 0, 0, 0, 0, 0), VARLEN)
+
+
+@triton.jit
+def tile_work(tile_id, scheduler, params, CONFIG: tl.constexpr):
+    """The Work of a tile id. With a cache, k0 is the row of a dense one that holds the keys, and a sequence of at most
+    MAX_DECODE_QUERIES queries has none."""
+    n_q = params.n_q
+    n_k = params.n_k
+    cu_q = params.cu_q
+    cache = params.cache
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    MAX_DECODE_QUERIES: tl.constexpr = CONFIG.MAX_DECODE_QUERIES
+    tile, row = tile_and_row(tile_id, scheduler)
+    pid = row * scheduler.tiles_per_row + tile
+    grid = Grid(scheduler.tiles_per_row, scheduler.heads, scheduler.batch)
+    w = locate(pid, grid, Sequences(cu_q, params.cu_k, n_q, n_k), cu_q, BLOCK_M)
+    if cache.lengths is None:
+        return w
+    else:
+        n_q = w.n_q if MAX_DECODE_QUERIES == 0 else tl.where(w.n_q > MAX_DECODE_QUERIES, w.n_q, 0)
+        return Work(w.b, w.h, w.first, w.q0, n_q, cache_row(cache, w.b), cache_length(cache, w.b), w.r0)
 
 
 @gluon.jit
@@ -316,10 +352,7 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
     gdc_launch_dependents()  # after the wait: the next kernel may read what the previous one wrote without waiting
     if WARPGROUPS == 1:
         gl.warp_specialize(
-            [
-                (consume, (shared, outputs, params, 0, CONFIG)),
-                (produce, (shared, inputs, params, scheduler, outputs.repair.pointers, CONFIG)),
-            ],
+            [(consume, (shared, outputs, params, 0, CONFIG)), (produce, (shared, inputs, params, scheduler, CONFIG))],
             [1],
             [24],
         )
@@ -328,7 +361,7 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
             [
                 (consume, (shared, outputs, params, 0, CONFIG)),
                 (consume, (shared, outputs, params, 1, CONFIG)),
-                (produce, (shared, inputs, params, scheduler, outputs.repair.pointers, CONFIG)),
+                (produce, (shared, inputs, params, scheduler, CONFIG)),
             ],
             [4, 1],
             [240, 24] if CONFIG.BOXES == 1 else [232, 40] if CONFIG.PAGE_PREFETCH < 8 else [224, 56],
@@ -339,13 +372,11 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
                 (consume, (shared, outputs, params, 0, CONFIG)),
                 (consume, (shared, outputs, params, 1, CONFIG)),
                 (consume, (shared, outputs, params, 2, CONFIG)),
-                (produce, (shared, inputs, params, scheduler, outputs.repair.pointers, CONFIG)),
+                (produce, (shared, inputs, params, scheduler, CONFIG)),
             ],
             [4, 4, 1],
             [160, 160, 32] if CONFIG.BOXES > 1 else [160, 160, 24],
         )
-    if outputs.repair.pointers.flag is not None:
-        repair_tiles(outputs, params, scheduler, CONFIG)
 
 
 @gluon.jit(**ANY_VALUE)

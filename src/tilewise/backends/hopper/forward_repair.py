@@ -1,11 +1,9 @@
-"""The NaN repair of the Hopper forward: tiles of O again, without the values that their rows do not see.
+"""The NaN repair of the Hopper forward: a tile of O again, without the values that its rows do not see.
 
-A matrix product cannot leave a value out: 0 * nan and 0 * inf are nan. Where O is nan or inf and the softmax is not
-nan, the epilogue raises the flags of the tile and of the program. A program whose flag is raised computes such tiles
-again after its last one, with multiply-adds, from global memory and the stored lse, and leaves out hidden pairs. That
-is slow, and rarely needed. Behind the loop over tiles, this code takes no registers and no time of that loop.
-
-The producer records the tiles of its program as a list: of each tile, the id of the one before and its flag.
+A matrix product cannot leave a value out: 0 * nan and 0 * inf are nan. The epilogue raises a flag in global memory
+where O is nan and the softmax is not. The warpgroup loads the flag during its next tile, which hides the latency; a
+reduction over the warps in the epilogue would cost more. If the flag is raised, the warpgroup computes O again with
+multiply-adds, from global memory and the stored lse, and leaves out hidden pairs. That is slow, and rarely needed.
 """
 
 from typing import NamedTuple
@@ -18,9 +16,9 @@ from ..common.device.structs import LOG2E, Pairs
 from ..common.device.tile_io import row_pointers
 from .dropout import kept_weights, query_words
 from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
-from .gluon_compat import barrier, column_indices, gl, gluon, opaque
+from .gluon_compat import barrier, column_indices, gl, gluon, opaque, tma_stores_done
 from .mask_words import key_block, part_of
-from .pipeline import first_key, key_blocks, tile_work
+from .pipeline import first_key, key_blocks, read_tile_info
 from .token_rows import Tokens, global_rows, store_global, tensor_of
 
 # keys and columns of V at a time: few registers
@@ -29,16 +27,14 @@ REPAIR_COLUMNS: gl.constexpr = gl.constexpr(64)
 
 
 class RepairPointers(NamedTuple):
-    """q, k, v and out; the flags of the programs, which are zero before and after the launch; `tiles`, two numbers for
-    each tile (the tile before, or -1, and the flag) and then the last tile of each program. None where every row sees
-    every key. In fp8, q, k and v are GlobalTensors: there the descriptors are of quantised operands."""
+    """q, k, v and out; and zeros, two flags for each warpgroup of each program. None where every row sees every key. In
+    fp8, q, k and v are GlobalTensors: there the descriptors are of quantised operands."""
 
     q: tl.tensor = None
     k: tl.tensor = None
     v: tl.tensor = None
     o: tl.tensor = None
-    flag: tl.tensor = None
-    tiles: tl.tensor = None
+    flags: tl.tensor = None
 
 
 class Repair(NamedTuple):
@@ -51,48 +47,20 @@ class Repair(NamedTuple):
 
 
 @gluon.jit
-def record_tile(pointers, tile_id, last_id):
-    """Producer: appends a tile to the list of its program. Returns its id, which is the last one now."""
-    if pointers.flag is not None:
-        gl.store(pointers.tiles + 2 * tile_id, last_id)
-        gl.store(pointers.tiles + 2 * tile_id + 1, 0)
-    return tile_id
+def flag_pointer(flags, t, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """The flag of the t-th tile of this warpgroup. Two tiles have their flags at a time."""
+    return flags + (opaque(gl.program_id(0)) * CONFIG.WARPGROUPS + WG) * 2 + (t & 1)
 
 
 @gluon.jit
-def record_last(pointers, scheduler, last_id):
-    """Producer, after its last tile."""
-    if pointers.flag is not None:
-        gl.store(pointers.tiles + 2 * scheduler.num_tiles + gl.program_id(0), last_id)
+def load_flag(flags, t, WG: gl.constexpr, CONFIG: gl.constexpr):
+    return gl.load(flag_pointer(flags, t, WG, CONFIG), volatile=True)
 
 
 @gluon.jit
-def flags_of(pointers, tile_id):
-    """Pointers to the flag of this program and to that of a tile."""
-    return pointers.flag + opaque(gl.program_id(0)), pointers.tiles + 2 * tile_id + 1
-
-
-@gluon.jit
-def repair_tiles(outputs, params, scheduler, CONFIG: gl.constexpr):
-    """All warps, after the last tile: computes and stores O of the program's tiles with flags again."""
-    pointers = outputs.repair.pointers
-    flag = pointers.flag + gl.program_id(0)
-    barrier()
-    if gl.load(flag, volatile=True) > 0:
-        tile_id = gl.load(pointers.tiles + 2 * scheduler.num_tiles + gl.program_id(0), volatile=True)
-        while tile_id >= 0:
-            if gl.load(pointers.tiles + 2 * tile_id + 1, volatile=True) > 0:
-                w = tile_work(tile_id, scheduler, params, CONFIG)
-                for first in range(w.first, gl.minimum(w.first + CONFIG.BLOCK_M, w.n_q), ROWS):
-                    repair_rows(w, first, outputs, params, CONFIG)
-            tile_id = gl.load(pointers.tiles + 2 * tile_id, volatile=True)
-        barrier()  # all warps have read the flag
-        gl.store(flag, 0)
-
-
-@gluon.jit
-def repair_rows(w, first, outputs, params, CONFIG: gl.constexpr):
-    """Computes and stores O of the 64 queries from `first` on again."""
+def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Computes and stores O of the t-th tile of this warpgroup again, and clears its flag."""
+    VARLEN: gl.constexpr = params.cu_q is not None
     pointers = outputs.repair.pointers
     if CONFIG.FP8:
         inputs = (pointers.q, pointers.k, pointers.v)
@@ -103,6 +71,14 @@ def repair_rows(w, first, outputs, params, CONFIG: gl.constexpr):
             tensor_of(pointers.v, outputs.repair.v),
         )
     terms = params.terms
+    w = read_tile_info(info, opaque(t), params.n_q, params.n_k, VARLEN)
+    SLOT: gl.constexpr = WG % (CONFIG.BLOCK_M // ROWS)
+    FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
+    first = opaque(w.first + SLOT * ROWS)
+    tma_stores_done()
+    barrier()  # O is in memory, and all warps have read the flag
+    gl.store(flag_pointer(pointers.flags, t, WG, CONFIG), 0)
+
     layout: gl.constexpr = acc_layout(REPAIR_KEYS)
     lse2 = load_lse2(w, first, outputs.lse, params, gl.SliceLayout(1, layout))
     sink = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
@@ -112,7 +88,7 @@ def repair_rows(w, first, outputs, params, CONFIG: gl.constexpr):
         sink += gl.exp2(rescale_exponent(score, lse2, LOG2E, terms.large_scores))
     words = query_words(w, first, gl.SliceLayout(1, layout), ROWS, terms)
     lo, hi, span = key_blocks(first, w, params, ROWS, CONFIG.BLOCK_N)
-    for column in range(0, inputs[2].columns, REPAIR_COLUMNS):
+    for column in range(FIRST_COLUMN, gl.minimum(inputs[2].columns, FIRST_COLUMN + CONFIG.BLOCK_DV), REPAIR_COLUMNS):
         acc = gl.zeros([ROWS, REPAIR_COLUMNS], gl.float32, acc_layout(REPAIR_COLUMNS))
         total = sink
         for n in range(lo, hi):

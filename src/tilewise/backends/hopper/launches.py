@@ -22,7 +22,7 @@ from .gluon_compat import TensorDescriptor, gl
 from .mask_words import new_words, with_words, words_launches
 from .pipeline import CachePointers, KvCache
 from .support import GPU, forward_tile, is_uneven, rows_together, widths, window_size
-from .tiles import FP8_FORWARD, MAX_WHOLE_ROWS, MOST_PROGRAMS
+from .tiles import FP8_FORWARD, MAX_WHOLE_ROWS
 from .token_rows import TMA_EXTENT, GlobalTensor
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
@@ -32,12 +32,11 @@ NO_CACHE = KvCache(*CachePointers(), *[0] * 6)
 
 
 class State(NamedTuple):
-    """Zeros that the launches leave at zero: the tile scheduler's counter; the programs' flags of the NaN repair. And
-    memory for the repair's list of tiles, and for the bits of a block mask, or None."""
+    """Zeros that the launches leave at zero: the tile scheduler's counter; the flags of the NaN repair. And memory for
+    the bits of a block mask, or None."""
 
     counter: Tensor
     flags: Tensor
-    tiles: Tensor | None = None
     mask_words: Tensor | None = None
 
 
@@ -51,13 +50,6 @@ class Operands(NamedTuple):
 def new_state(memory: Memory) -> State:
     zeros = memory.counters()
     return State(zeros, zeros[8:])
-
-
-def new_tile_list(size: CallShape, target: Target, memory: Memory) -> Tensor:
-    """Memory for two numbers of each tile, which has 64 queries or more, and one of each program."""
-    rows = size.heads * (1 if size.packed else size.batch)
-    programs = MOST_PROGRAMS * target.num_sms
-    return memory.empty((2 * size.tiles(size.n_q, ROWS.value) * rows + programs,), torch.int32)
 
 
 def build_forward(spec: Spec) -> Build:
@@ -80,8 +72,6 @@ def named_launches(
     score of each head or None."""
     out, lse, max_logit = results
     state = new_state(memory)
-    if request.is_masked:
-        state = state._replace(tiles=new_tile_list(call_shape(request), target, memory))
     found: dict[str, Launch] = {}
     if request.blocks:
         state = state._replace(mask_words=new_words(request, memory))
@@ -165,10 +155,10 @@ def forward_launch(
     q, spec = request.q, request.spec
     out, lse, max_logit = results
     repair = RepairPointers()
-    if state.tiles is not None:
+    if request.is_masked and cache.lengths is None:
         # in fp8 the descriptors, which have the strides otherwise, are those of the quantised operands
         inputs = [output(x) if config.FP8 else x for x in (q, request.k, request.v)]
-        repair = RepairPointers(inputs[0], inputs[1], inputs[2], out, state.flags, state.tiles)
+        repair = RepairPointers(inputs[0], inputs[1], inputs[2], out, state.flags)
     block_m = config.BLOCK_M
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from ..common.device.mask import mask_mod_visible
-from ..common.device.structs import Grid, Pairs, Sequences, Work
-from ..common.device.tile_range import band, block_at, clamp, locate, loop_range
+from ..common.device.structs import Pairs, Work
+from ..common.device.tile_range import band, block_at, clamp, loop_range
 from .gluon_compat import arrive, bar_arrive, bar_sync, gl, gluon, mbarrier, opaque, tma_load
 from .token_rows import Tokens, tma_coordinates
 
@@ -274,7 +274,7 @@ def num_rows(shape):
 
 
 @gluon.jit
-def write_tile_info(info, n, w, VARLEN: gl.constexpr, tile_id=None):
+def write_tile_info(info, n, w, VARLEN: gl.constexpr):
     """Producer: hands the n-th tile to the consumers; first = -1 ends them."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = n % TILE_SLOTS
@@ -282,8 +282,6 @@ def write_tile_info(info, n, w, VARLEN: gl.constexpr, tile_id=None):
     fields = (w.first, w.b, w.h, w.q0, w.n_q, w.k0, w.n_k)
     for i in gl.static_range(7 if VARLEN else 3):
         info.ints.index(slot * TILE_FIELDS + i).store(gl.full([1], fields[i], gl.int32, one))
-    if tile_id is not None:
-        info.ints.index(slot * TILE_FIELDS + 7).store(gl.full([1], tile_id, gl.int32, one))
     mbarrier.arrive(info.full.index(slot), count=1)
 
 
@@ -318,14 +316,8 @@ def read_tile_info(info, n, n_q, n_k, VARLEN: gl.constexpr):
 
 
 @gluon.jit
-def read_tile_id(info, n):
-    """The tile id of the n-th tile, if it was written."""
-    return load_int(info.ints, n % TILE_SLOTS * TILE_FIELDS + 7)
-
-
-@gluon.jit
-def release_tile_info(info, n):
-    mbarrier.arrive(info.empty.index(n % TILE_SLOTS), count=1)
+def release_tile_info(info, n, pred=True):
+    mbarrier.arrive(info.empty.index(n % TILE_SLOTS), count=1, pred=pred)
 
 
 @triton.jit
@@ -343,27 +335,6 @@ def tile_and_row(tile_id, scheduler):
         first = tl.minimum(first, grouped)
     rest = tile_id - first * scheduler.tiles_per_row
     return scheduler.tiles_per_row - 1 - rest // size, first + rest % size
-
-
-@triton.jit
-def tile_work(tile_id, scheduler, params, CONFIG: tl.constexpr):
-    """The Work of a tile id. With a cache, k0 is the row of a dense one that holds the keys, and a sequence of at most
-    MAX_DECODE_QUERIES queries has none."""
-    n_q = params.n_q
-    n_k = params.n_k
-    cu_q = params.cu_q
-    cache = params.cache
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    MAX_DECODE_QUERIES: tl.constexpr = CONFIG.MAX_DECODE_QUERIES
-    tile, row = tile_and_row(tile_id, scheduler)
-    pid = row * scheduler.tiles_per_row + tile
-    grid = Grid(scheduler.tiles_per_row, scheduler.heads, scheduler.batch)
-    w = locate(pid, grid, Sequences(cu_q, params.cu_k, n_q, n_k), cu_q, BLOCK_M)
-    if cache.lengths is None:
-        return w
-    else:
-        n_q = w.n_q if MAX_DECODE_QUERIES == 0 else tl.where(w.n_q > MAX_DECODE_QUERIES, w.n_q, 0)
-        return Work(w.b, w.h, w.first, w.q0, n_q, cache_row(cache, w.b), cache_length(cache, w.b), w.r0)
 
 
 @gluon.jit

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_PROGRAMS = 3  # of the forward on one SM
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardTile:
