@@ -16,7 +16,7 @@ from tilewise.errors import AttentionError, shown
 from tilewise.mods.dropout import is_whole
 from tilewise.mods.expr import B, Expr, H, I, J, arithmetic, compare, const, load, logic, substitute
 from tilewise.mods.modifier import as_mod
-from tilewise.mods.program import Mod, Program, check_filled, register
+from tilewise.mods.program import Mod, Program, check_filled, check_tables, register
 from tilewise.mods.tile_bounds import Tiles, tile_kinds
 from tilewise.request import Request, band
 
@@ -197,6 +197,7 @@ def block_mask(
     _check(mod, block, {"b": batch, "h": heads})
     device = torch.device(device or (mod.tensors[0].device if mod.tensors else "cpu"))
     _check_devices(mod, device)
+    check_tables(mod, (batch, heads, n_q, n_k))
     edges = band(causal, window)
     all_heads = [(b, h) for b in range(batch) for h in range(heads)]
     kinds = torch.stack([_kinds(mod, head, (n_q, n_k), edges, block, device) for head in all_heads])
@@ -300,6 +301,7 @@ def block_mask_varlen(
     _check_devices(mod, cu_seqlens_q.device)
     edges = band(causal, window)
     n_q, n_k = (max(1, *x) for x in lengths)
+    check_tables(mod, (batch, heads, n_q, n_k))
     tiles = (batch, heads, -(-n_q // block[0]), -(-n_k // block[1]))
     kinds = torch.zeros(tiles, dtype=torch.int8, device=cu_seqlens_q.device)
     for b, (rows, keys) in enumerate(zip(*lengths, strict=True)):

@@ -93,7 +93,8 @@ def _evaluated(
         at[:, n, None] * tiles.block[n] + torch.arange(tiles.block[n], device=tiles.device) for n in (0, 1)
     )  # (n, queries), (n, keys)
     i, j = i[:, :, None], j[:, None, :]
-    place = Place(*tiles.head, i, j, tiles.n_q, tiles.n_k)
+    within = i.clamp(max=tiles.n_q - 1), j.clamp(max=tiles.n_k - 1)  # a mod may divide by n_q - q_idx
+    place = Place(*tiles.head, *within, tiles.n_q, tiles.n_k)
     (shown,) = evaluate([root], place, None, tensors, numbers)
     shape = len(at), *tiles.block
     shown = torch.as_tensor(shown, device=tiles.device).expand(shape)
@@ -129,7 +130,7 @@ def interval_of(root: Expr, tiles: Tiles, tensors: Sequence[Tensor], numbers: Se
             found[x] = UNKNOWN if x.value in wide else _load(x, args, tensors[x.value], tiles, tables)
         elif x.op in ("and", "or"):
             found[x] = _logic(x.op, *args)
-        elif x.op in ("eq", "le") and x.args[0] is x.args[1]:
+        elif x.op in ("eq", "le") and x.args[0] is x.args[1] and x.args[0].kind != "float":  # nan == nan is false
             found[x] = _truth(True, tiles)
         elif UNKNOWN in args or x.op not in RULES:
             found[x] = UNKNOWN
@@ -210,7 +211,7 @@ def _load(
     index = args[moving[0]]
     if index is UNKNOWN:
         return UNKNOWN
-    key = x.value, *(y for n, y in enumerate(x.args) if n not in moving)
+    key = x.value, *(None if n in moving else y for n, y in enumerate(x.args))
     if key not in tables:
         tables[key] = RangeTable(view.to(torch.uint8) if view.dtype == torch.bool else view)
     found = tables[key].bounds(index)
@@ -232,7 +233,7 @@ def _absolute(a: Interval) -> Interval:
 
 def _divided(a: Interval, b: Interval) -> Interval | None:
     """Rounded down, by one positive number."""
-    if b.lo.dim() or int(b.lo) <= 0:
+    if b.lo.dim() or b.hi.dim() or not 0 < int(b.lo) == int(b.hi):  # the number of one head may be unknown
         return UNKNOWN
     return Interval(torch.floor_divide(a.lo, b.lo), torch.floor_divide(a.hi, b.lo))
 

@@ -108,6 +108,8 @@ def _checked(name: str, parents: Tensor, cu_segments: Tensor) -> tuple[list[int]
         if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in (torch.int32, torch.int64):
             found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise AttentionError(f"{what} of {name}", found, "a tensor of int32 or int64 with one axis")
+        if x.is_meta:
+            raise AttentionError(f"device of {what} of {name}", x.device, "a CPU or GPU: its values are read")
     up, ends = parents.tolist(), cu_segments.tolist()
     if not up or len(ends) != len(up) + 1:
         raise AttentionError(

@@ -14,6 +14,25 @@ from torch.utils._pytree import tree_leaves
 import tilewise
 from tilewise import mods
 from tilewise.mods import tile_bounds
+from tilewise.mods.expr import (
+    N_K,
+    Q_POS,
+    B,
+    Expr,
+    H,
+    I,
+    J,
+    Place,
+    absolute,
+    arithmetic,
+    compare,
+    const,
+    evaluate,
+    load,
+    logic,
+    negative,
+    where,
+)
 from tilewise.mods.tile_bounds import Tiles, interval_of
 
 
@@ -115,6 +134,138 @@ def test_as_from_every_pair(seed: int) -> None:
             surely, perhaps = (x.expand(every.shape) for x in bounds)
             assert not (surely & (every != 3)).any(), mod
             assert not (~perhaps & (every != 0)).any(), mod
+
+
+INTS = ("add", "sub", "mul", "min", "max", "floordiv", "mod", "bitwise_and", "bitwise_or")
+
+
+class Drawn:
+    """Random masks of ints, bools and floats, with tables that have nan, infinite and huge values in them."""
+
+    def __init__(self, seed: int, n: int) -> None:
+        self.r, g = random.Random(seed), torch.Generator().manual_seed(seed)
+        wide = torch.tensor([2**62, -(2**63), 2**40, 7, -1])
+        odd = torch.tensor([0.0, torch.nan, torch.inf, -torch.inf, 2.5])
+        self.tensors = (
+            torch.randint(-9, 9, (n,), generator=g),
+            torch.randint(-40, 40, (n, n), generator=g, dtype=torch.int32),
+            torch.rand(2, generator=g) > 0.5,
+            torch.rand(n, generator=g) > 0.3,
+            wide[torch.randint(0, 5, (n,), generator=g)],
+            odd[torch.randint(0, 5, (n,), generator=g)],
+            odd[torch.randint(0, 5, (2,), generator=g)],
+        )
+
+    def load(self, n: int, depth: int) -> Expr:
+        tensor = self.tensors[n]
+        kind = "bool" if tensor.dtype == torch.bool else "float" if tensor.is_floating_point() else "int"
+        first = (H, B) if tensor.shape[0] == 2 else (I, J, I, J, H, const(3), self.int(depth))
+        return load(n, *(self.r.choice(first) for _ in range(tensor.dim())), kind=kind)
+
+    def int(self, depth: int) -> Expr:
+        if depth <= 0 or self.r.random() < 0.2:
+            return self.r.choice((I, J, Q_POS, H, N_K, const(self.r.choice((-7, -1, 0, 1, 2, 5, 16, 2**33)))))
+        match self.r.choice(("load", "load", "where", "neg", "abs", "wide", *INTS, *INTS)):
+            case "load":
+                return self.load(self.r.choice((0, 1)), depth - 1)
+            case "wide":
+                return self.load(4, depth - 1)
+            case "where":
+                return where(self.bool(depth - 1), self.int(depth - 1), self.int(depth - 1))
+            case "neg":
+                return negative(self.int(depth - 1))
+            case "abs":
+                return absolute(self.int(depth - 1))
+            case op:
+                b = self.divisor(depth - 1) if op in ("floordiv", "mod") else self.int(depth - 1)
+                return arithmetic(op, self.int(depth - 1), b)
+
+    def divisor(self, depth: int) -> Expr:
+        """Not 0: one number, one of two by the head or by the pair, or any number above 0; some of them negative."""
+        a, b = (const(self.r.choice((-16, -3, 1, 4, 11))) for _ in range(2))
+        if self.r.random() < 0.3:
+            return a
+        return where(self.bool(depth), a, b) if self.r.random() < 0.6 else arithmetic("max", self.int(depth), const(1))
+
+    def bool(self, depth: int) -> Expr:
+        op = self.r.choice(("lt", "le", "gt", "ge", "eq", "ne", "same", "and", "or", "not", "where", "load", "float"))
+        if depth <= 0:
+            op = "load" if op in ("and", "or", "not", "where") else op
+        match op:
+            case "load":
+                return self.load(self.r.choice((2, 3)), depth - 1)
+            case "and" | "or":
+                return logic(op, self.bool(depth - 1), self.bool(depth - 1))
+            case "not":
+                return logic("not", self.bool(depth - 1))
+            case "where":
+                return where(self.bool(depth - 1), self.bool(depth - 1), self.bool(depth - 1))
+            case "same":
+                x = self.r.choice((self.int(depth - 1), self.load(5, 0), self.load(6, 0)))
+                return compare(self.r.choice(("eq", "le", "ne", "ge")), x, x)
+            case "float":
+                return compare(self.r.choice(("lt", "ge")), self.load(self.r.choice((5, 6)), 0), self.int(depth - 1))
+        return compare(op, self.int(depth - 1), self.int(depth - 1))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_masks(seed: int) -> None:
+    """No interval rule may say more than the values of a tile's pairs."""
+    r = random.Random(seed)
+    n_q, n_k, block = r.randint(1, 40), r.randint(1, 40), (16, 16)
+    drawn = Drawn(seed, max(n_q, n_k))
+    i, j = torch.arange(n_q)[:, None], torch.arange(n_k)
+    everywhere = torch.ones(n_q, n_k, dtype=torch.bool)
+    for _ in range(6):
+        root, head = drawn.bool(4), (r.randint(0, 1), r.randint(0, 1))
+        (shown,) = evaluate([root], Place(*head, i, j, n_q, n_k), None, drawn.tensors, ())
+        expected = expected_kinds(torch.as_tensor(shown).expand(n_q, n_k), everywhere, block)
+        tiles = Tiles(head, n_q, n_k, block, torch.device("cpu"))
+        assert torch.equal(tile_bounds.tile_kinds(root, tiles, (None, None), drawn.tensors, ()), expected)
+
+
+@tilewise.mask_mod
+def is_a_number(b, h, q_idx, kv_idx, w):
+    return w[kv_idx] == w[kv_idx]
+
+
+@tilewise.mask_mod
+def sized_by_head(b, h, q_idx, kv_idx, gate):
+    n = torch.where((gate[h] > 0) & (h < 4), 16, 40)
+    return q_idx // n == kv_idx // n
+
+
+@tilewise.mask_mod
+def of_a_row_and_a_column(b, h, q_idx, kv_idx, t):
+    return t[0, kv_idx] != t[kv_idx, 0]
+
+
+@tilewise.mask_mod
+def of_the_queries_left(b, h, q_idx, kv_idx, *, q_len):
+    return kv_idx // (q_len - q_idx) < 2
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_as_the_mod(case: int) -> None:
+    """NaN is not equal to itself; a bound of one head is not its value; two views of one table; the last tile has no
+    pairs past the last query."""
+    torch.manual_seed(case)
+    n = 90
+    w = torch.ones(n)
+    w[3] = torch.nan
+    table = torch.zeros(n, n, dtype=torch.int64)
+    table[0] = 1
+    every = (
+        is_a_number(w),
+        sized_by_head(torch.tensor([1.0, -1.0])),
+        of_a_row_and_a_column(table),
+        of_the_queries_left,
+    )
+    mod = every[case]
+    mask = tilewise.block_mask(mod, n, n, heads=2, block=(16, 16))
+    q, k, v = (torch.randn(1, n, 2, 8) for _ in range(3))
+    expected = tilewise.attention(q, k, v, mask_mod=mod)
+    torch.testing.assert_close(tilewise.attention(q, k, v, mask_mod=mask), expected)
 
 
 class Largest(TorchDispatchMode):

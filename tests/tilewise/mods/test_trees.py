@@ -133,3 +133,16 @@ def test_errors(parents: list[int], ends: list[int], match: str) -> None:
         mods.tree_positions(torch.tensor(parents), torch.tensor(ends))
     with pytest.raises(AttentionError, match="parents of prefix_tree: found list"):
         mods.prefix_tree([-1], torch.tensor([0, 3]))  # type: ignore[arg-type]
+    with pytest.raises(AttentionError, match="device of cu_segments of prefix_tree: found meta"):
+        mods.prefix_tree(torch.tensor([-1]), torch.tensor([0, 3], device="meta"))
+
+
+def test_block_masks_of_more_keys_than_tokens() -> None:
+    """They raise as a call without a block mask does; shorter sequences are prefixes of the tree."""
+    mod = mods.prefix_tree(torch.tensor([-1, 0, 0]), torch.tensor([0, 4, 6, 10]))
+    with pytest.raises(AttentionError, match=r"axis 0 of tensor 0 of the mask mod 'prefix_tree': found 10; .* 12"):
+        tilewise.block_mask(mod, 12, 12, causal=True)
+    cu = torch.tensor([0, 10, 22])
+    with pytest.raises(AttentionError, match=r"axis 0 of tensor 0 of the mask mod 'prefix_tree': found 10; .* 12"):
+        tilewise.block_mask_varlen(mod, cu, cu)
+    assert tilewise.block_mask(mod, 1, 10, causal=True).tiles.tolist() == [[[[1]]]]
