@@ -109,7 +109,7 @@ def time_call(x: Timed, fa3: Any) -> None:
     ours()
     inputs = BackwardInputs(out, lse, dout, None)
     if x.d > 256:
-        theirs, theirs_back = PORTABLE.forward(request), PORTABLE.backward(request, inputs)
+        theirs, theirs_back = PORTABLE.forward_runner(request), PORTABLE.backward_runner(request, inputs)
         peers = {
             "portable": lambda: theirs(request.tensors()),
             "portable backward": lambda: theirs_back((*request.tensors(), *inputs)),

@@ -48,10 +48,10 @@ class Driver(FakeDriver):
 class HopperCalls(StubBackend):
     """The launches of the Hopper backend, for tensors of the CPU."""
 
-    def forward(self, request: Request) -> Any:
+    def forward_runner(self, request: Request) -> Any:
         return KernelCall(build_forward(request.spec), request.tensors(), torch.device("cuda:0"))
 
-    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Any:
+    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Any:
         return KernelCall(
             build_backward(named_launches, request.spec), (*request.tensors(), *bwd_inputs), torch.device("cuda:0")
         )

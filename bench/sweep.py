@@ -76,13 +76,13 @@ def problem(n: int, dim: int, term: str, causal: bool, dtype: torch.dtype) -> tu
 def candidate(which: str, tile: str, request: Request, dout: Tensor) -> tuple[Run, list[Tensor]]:
     """The launch of one pass with this tile, and what it writes."""
     target, memory = target_of(request.q.device), DeviceMemory(request.q.device)
-    out, lse = PORTABLE.forward(request)(request.tensors())
+    out, lse = PORTABLE.forward_runner(request)(request.tensors())
     with mock.patch.object(tiles, "tile", return_value=tiles.Tile(*map(int, tile.split(",")))):
         if which == "forward":
             return forward_launches(request, out, lse, target, memory, 1)["forward"], [out]
         dq, dk, dv = grads = tuple(torch.empty_like(x) for x in request[:3])
         found = named_launches(request, BackwardInputs(out, lse, dout, None), grads, target, memory)
-    found["prepare"]()
+    found["preprocess"]()
     written = {"query": [dq], "key": [dk] if "value" in found else [dk, dv], "value": [dv]}
     return found[which], written[which]
 

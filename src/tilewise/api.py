@@ -154,6 +154,7 @@ def attention(
     """
     if others:
         raise misplaced("attention", others)
+    # is_autocast_enabled() is the setting of GPUs; that of the CPU costs time to read, which matters on GPUs alone
     may_cast = torch.is_autocast_enabled() or not getattr(q, "is_cuda", False)
     if layout is not None or (may_cast and validation.is_cast(q, k, v)):
         q, k, v = validation.to_bshd(q, k, v, layout)

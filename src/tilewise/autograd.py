@@ -12,7 +12,7 @@ from .backends.reference import ReferenceBackend
 from .errors import AttentionError
 from .ops import dense as ops
 from .plan_cache import CallPlan, at_wanted, is_eager, is_traced
-from .request import PLAIN, BackwardInputs, Request, Spec, arguments, has_address, is_dtensor, num_differentiable
+from .request import TENSOR_TYPES, BackwardInputs, Request, Spec, arguments, has_address, is_dtensor, num_differentiable
 from .torch_internals import batched, eager_apply, forward_mode_level, profiler_enabled, transform_level, unbatched
 
 REFERENCE = ReferenceBackend.name  # torch itself differentiates its results, to any order
@@ -104,7 +104,8 @@ class AttentionWithLse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
         call, saved = ctx.call, ctx.saved_tensors  # read once: a checkpoint recomputes them
-        is_usual = len(saved) == 5 and dlse is None and type(call) is CallPlan  # q, k, v, out and lse
+        has_no_terms = len(saved) == 5  # q, k, v, out and lse
+        is_usual = has_no_terms and dlse is None and type(call) is CallPlan
         if is_usual and not torch.is_grad_enabled() and not profiler_enabled() and is_eager():
             grads = call.usual_gradients(saved, dout)
             if grads is not None:
@@ -197,7 +198,7 @@ def is_batched(*tensors: Tensor | None) -> bool:
     """Whether one is a stack of gradients for which autograd runs one backward: `is_grads_batched`, gradcheck's and
     torch.autograd.functional's vectorised derivatives. (Not torch.vmap, which transforms ops.)"""
     for x in tensors:
-        if x is not None and type(x) in PLAIN and not has_address(x):
+        if x is not None and type(x) in TENSOR_TYPES and not has_address(x):
             return transform_level() is None
     return False
 

@@ -115,7 +115,7 @@ def attention_kv(
     call, with_lse = _call(q, k_cache, v_cache, lengths, given), given["return_lse"]
     if is_traced(*call.request.dense[:3]):
         return _returned(ops.traced_attend(call), with_lse)
-    results = _run_new("attend", key, tensors, call, lambda: kv_backend(call.request).attend(call), with_lse)
+    results = _run_new("attend", key, tensors, call, lambda: kv_backend(call.request).attend_runner(call), with_lse)
     return _returned(results, with_lse)
 
 
@@ -222,7 +222,7 @@ def plan_kv_in(
         name, backend = choose(request).backend.name, kv_backend(request)
         sizes = backend.schedule_sizes(request)
         schedule = memory.empty("schedule", q, sizes[0], torch.int64)
-        runner = runner_of("schedule", (request, schedule), lambda: backend.schedule(request, schedule))
+        runner = runner_of("schedule", (request, schedule), lambda: backend.schedule_runner(request, schedule))
         wanted, _ = structure_of(request)
         order: Any = None if key is None else positions(wanted, tensors)
         known = PreparedPlan(runner, order or (), sizes, _shape_of(request), name)
@@ -317,7 +317,7 @@ def append_kv(
         rotated = ops.traced_append(request, backend)
         return q if rotated is None else rotated
     written = written_tokens(request, backend)
-    results = _run_new(f"append {backend}", key, tensors, request, lambda: kv_backend(written).append(request))
+    results = _run_new(f"append {backend}", key, tensors, request, lambda: kv_backend(written).append_runner(request))
     return results[0] if results else q
 
 

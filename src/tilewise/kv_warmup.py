@@ -101,7 +101,10 @@ def step_launches(layer: AttentionLayer, limits: StepLimits, step: tuple[int, in
     places = checks.places_of(k_new, k, one, asked)
     append = checks.append_request(k_new, v_new, k, v, places, None, asked)
     backend: Any = choose(request, target.gpu).backend.kv
-    runners = (backend.attend(call), structure_of(call)[0]), (backend.append(append), structure_of(append)[0])
+    runners = (
+        (backend.attend_runner(call), structure_of(call)[0]),
+        (backend.append_runner(append), structure_of(append)[0]),
+    )
     return [x for runner, tensors in runners for x in runner.build(tensors, target, memory).launches]
 
 

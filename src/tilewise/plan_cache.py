@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,16 +22,17 @@ from torch.compiler import is_dynamo_compiling
 
 from .backends.protocol import Runner
 from .backends.registry import backward_backend, choose
+from .errors import AttentionError
 from .kv_formats import shares_memory
 from .kv_request import KV_TILE
-from .request import PLAIN, BackwardInputs, Request, has_address, num_differentiable
+from .request import TENSOR_TYPES, BackwardInputs, Request, has_address, num_differentiable
 from .torch_internals import forward_mode_level, num_dispatch_modes, transform_level
 
 MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
 MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
 CONSTANTS = frozenset((bool, int, str, type(None), torch.dtype, torch.device))
 T = TypeVar("T")
-strides_of = Tensor.stride
+strides_of, dtype_of, gpu_of = Tensor.stride, attrgetter("dtype"), Tensor.get_device
 
 
 class PlanCache(dict[tuple[Any, ...], T], Generic[T]):
@@ -61,7 +63,7 @@ def is_traced(*tensors: Tensor) -> bool:
         torch.compiler.is_compiling()
         or num_dispatch_modes() > 0
         or transform_level() is not None
-        or not PLAIN.issuperset(map(type, tensors))
+        or not TENSOR_TYPES.issuperset(map(type, tensors))
         or tensors[0].is_meta
     )
 
@@ -76,7 +78,7 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *set
         options: the other arguments. Names that are absent have their defaults.
         settings: whatever else the result depends on.
     """
-    if not PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
+    if not TENSOR_TYPES.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
         return None
     parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings]
     for key, value in options.items():
@@ -102,7 +104,7 @@ def _add(value: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
         parts += kind, value
     elif kind is float:
         parts.append(value.hex())
-    elif kind in PLAIN:
+    elif kind in TENSOR_TYPES:
         parts.append(Tensor)
         tensors.append(value)
     elif isinstance(value, tuple):
@@ -168,7 +170,7 @@ class CallPlan:
         self.backend, _ = choose(request)
         self.order, self.returns_out = order, returns_out
         self.requires_grad = any(x is not None and x.requires_grad for x in tensors[: num_differentiable(request.spec)])
-        self.forward: Runner = self.backend.forward(request)
+        self.forward: Runner = self.backend.forward_runner(request)
         self.uses_tf32 = request.q.dtype == torch.float32 and request.q.is_cuda  # if torch's settings allow it
         self._backward: dict[tuple[Any, ...], Runner] = {}
 
@@ -181,7 +183,8 @@ class CallPlan:
         self, wanted: Sequence[bool], tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs
     ) -> Sequence[Tensor | None]:
         """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors: None for
-        the others. `wanted` is about all tensors, or the first of them; q, k and v are always computed."""
+        the others. `wanted` has a value for each of `tensors`, in this order, or for the first of them only; those of
+        q, k and v are not used."""
         bwd_inputs = prepare_backward_inputs(bwd_inputs)
         grads: Sequence[Tensor] = self.backward((*tensors, *bwd_inputs))
         if len(wanted) == 3:
@@ -210,34 +213,35 @@ class CallPlan:
     def usual_gradients(self, saved: Sequence[Tensor], dout: Any) -> Any:
         """(dq, dk, dv) of a call without score terms and without a gradient of lse, for `saved` q, k, v, out and lse.
 
-        None if no prepared inputs had these strides before, or if the values of dout are not those at its address: it
+        None if no prepared inputs had these layouts before, or if the values of dout are not those at its address: it
         is None, a tensor of a subclass, a zero tensor, a stack of gradients that autograd batches, or a view with the
         negative bit.
         """
         if not has_address(dout) or not dout.data_ptr() or dout.is_neg():
             return None
-        key: tuple[Any, ...] = (None, *map(strides_of, saved), dout.stride(), None)
-        if self.uses_tf32:
-            key = (*key, torch.backends.cuda.matmul.fp32_precision)
-        runner = self._backward.get(key)
-        return None if runner is None else runner((*saved, dout, None))
+        every = *saved, dout, None
+        runner = self._backward.get(self._backward_key(every, None))
+        return None if runner is None else runner(every)
+
+    def _backward_key(self, every: Sequence[Tensor | None], wanted: tuple[bool, ...] | None) -> tuple[Any, ...]:
+        """What a runner of `backward` depends on. The layout of dout is not known before, and a hook may have replaced
+        a saved tensor. (A KernelCall checks the alignment.)"""
+        given = [x for x in every if x is not None]
+        absent = [x is None for x in every]
+        key = (wanted, *absent, *map(strides_of, given), *map(dtype_of, given), *map(gpu_of, given))
+        return (*key, torch.backends.cuda.matmul.fp32_precision) if self.uses_tf32 else key
 
     def backward(
         self, every: Sequence[Tensor | None], wanted: tuple[bool, ...] | None = None, tangents: int = 0
     ) -> Any:
         """(dq, dk, dv); or `term_gradients`, or `hvp`.
 
-        The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
-        the strides of all of them. (A KernelCall checks the alignment.)
-
         Args:
             every: `Request.tensors()`, `BackwardInputs` and tangents.
             wanted: which of the score terms' gradients; None for those of q, k and v.
             tangents: how many of the tensors are tangents.
         """
-        key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in every])
-        if self.uses_tf32:
-            key = (*key, torch.backends.cuda.matmul.fp32_precision)
+        key = self._backward_key(every, wanted)
         runner = self._backward.get(key)
         if runner is None:
             runner = self._backward_runner([*every], wanted, tangents)
@@ -250,12 +254,24 @@ class CallPlan:
         start = len(every) - tangents
         bwd_inputs = BackwardInputs(*every[start - 4 : start])
         request = Request.of(self.spec, every[: start - 4])
+        check_saved(request, bwd_inputs)
         backend = backward_backend(request, self.backend)
         if tangents:
-            return backend.hvp(request, bwd_inputs, every[start:])
+            return backend.hvp_runner(request, bwd_inputs, every[start:])
         if wanted is None:
-            return backend.backward(request, bwd_inputs)
-        return backend.term_gradients(request, bwd_inputs, wanted)
+            return backend.backward_runner(request, bwd_inputs)
+        return backend.term_gradients_runner(request, bwd_inputs, wanted)
+
+
+def check_saved(request: Request, bwd_inputs: BackwardInputs) -> None:
+    """Raises if a saved-tensor hook returned a tensor of another dtype or device than the one that was saved."""
+    device, dtype = bwd_inputs.dout.device, bwd_inputs.dout.dtype
+    inputs = request.q.dtype if request.spec.partial else dtype  # results of a partial call are float32
+    saved = zip(("q", "k", "v", "out"), (*request[:3], bwd_inputs.out), (inputs, inputs, inputs, dtype), strict=True)
+    for name, x, expected in saved:
+        if x.device != device or x.dtype != expected:
+            found = f"a saved-tensor hook returned {x.dtype} on {x.device}"
+            raise AttentionError(f"saved {name}", found, f"what was saved: {expected} on {device}")
 
 
 def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:

@@ -20,7 +20,7 @@ from .torch_internals import constant
 
 MAX_HEAD_DIM = 512
 LIMIT = 4096  # entries of an lru_cache by shapes or options
-PLAIN = frozenset((Tensor, torch.nn.Parameter))  # types of tensors that are no subclass with its own behaviour
+TENSOR_TYPES = frozenset((Tensor, torch.nn.Parameter))  # types of tensors that are no subclass with its own behaviour
 FAR = 2**30  # a window of this size is unbounded: no sequence is longer, and 32 bits hold sums of positions
 
 
@@ -271,7 +271,7 @@ def _side(name: str, side: Any) -> int | None:
 
 def has_address(x: Tensor) -> bool:
     """Whether a tensor has memory. Fake tensors and those that torch.func or autograd batches have none."""
-    if type(x) not in PLAIN:
+    if type(x) not in TENSOR_TYPES:
         return False
     try:
         x.data_ptr()

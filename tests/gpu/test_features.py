@@ -43,7 +43,7 @@ def test_random_combinations(number: int, record_property: Any) -> None:
 def test_random_combinations_on_hopper(number: int, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the terms that the Hopper kernels take, forward and backward, with sums of dQ in any order and, for odd
     numbers, in a fixed one. The portable backward must not be asked."""
-    monkeypatch.setattr(PORTABLE, "backward", None)
+    monkeypatch.setattr(PORTABLE, "backward_runner", None)
     chosen = features.Features.random(2000 + number, dims=(32, 64, 128, 256), dtypes=DTYPES[:3], blocks=0)
     chosen = chosen.having(number)
     torch.use_deterministic_algorithms(number % 2 == 1, warn_only=True)
@@ -56,7 +56,7 @@ def test_random_combinations_on_hopper(number: int, record_property: Any, monkey
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("name", features.MASKS)
 def test_tile_lists_on_hopper(name: str, d: int, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PORTABLE, "backward", None)
+    monkeypatch.setattr(PORTABLE, "backward_runner", None)
     band = (d == 64, True) if name in ("document", "prefix_lm") else (False, False)
     chosen = features.Features(dtype="bfloat16", d=d, dv=d, mask=name, blocks=128, band=band, softcap=d == 64)
     judge_calls(chosen, d, "hopper", record_property)

@@ -47,7 +47,7 @@ def judge(name: str, deterministic: bool) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_within_budget(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The portable backward must not be asked."""
-    monkeypatch.setattr(PORTABLE, "backward", None)
+    monkeypatch.setattr(PORTABLE, "backward_runner", None)
     assert not (wrong := judge(name, deterministic)), "\n".join(wrong)
 
 

@@ -69,7 +69,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_one_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferenceBackend, "forward", lambda *_: pytest.fail("a backend was asked to run"))
+    monkeypatch.setattr(ReferenceBackend, "forward_runner", lambda *_: pytest.fail("a backend was asked to run"))
     with pytest.raises(AttentionError, match=r"found .*; expected "):
         tilewise.attention(**{"q": Q, "k": Q, "v": Q} | WRONG[name])
 

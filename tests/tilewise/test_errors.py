@@ -96,7 +96,7 @@ def call_varlen(**changes: Any) -> Any:
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reaching a backend is a failure of the test."""
 
-    monkeypatch.setattr(ReferenceBackend, "forward", lambda *_: pytest.fail("a backend was asked to run"))
+    monkeypatch.setattr(ReferenceBackend, "forward_runner", lambda *_: pytest.fail("a backend was asked to run"))
 
 
 def check(call: Callable[..., Any], refusal: Refusal) -> None:

@@ -10,18 +10,19 @@ from torch import Tensor
 from ..kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
 from ..request import BackwardInputs, Gpu, Request
 
-# From the tensors of a call to its results. The tensors have the layouts of those that the runner was made for.
+# Runs a call: takes its tensors and returns its results. A method `..._runner` of a backend compiles what a call needs
+# and returns a runner, for any tensors of the same layouts. It computes nothing.
 Runner = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
 
 
 class KvBackend(Protocol):
-    """Attention over a KV cache. `tensors()` of a request or call is what a runner is given."""
+    """Attention over a KV cache. A runner takes the `tensors()` of a request or call."""
 
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
         """int64 numbers of a schedule, and float32 numbers of the workspace that it needs."""
         ...
 
-    def schedule(self, request: KvRequest, schedule: Tensor) -> Runner:
+    def schedule_runner(self, request: KvRequest, schedule: Tensor) -> Runner:
         """Writes the schedule. Tensors: those of the request, then the schedule."""
         ...
 
@@ -29,11 +30,11 @@ class KvBackend(Protocol):
         """The tiles of a schedule, read back from the device."""
         ...
 
-    def attend(self, call: KvCall) -> Runner:
+    def attend_runner(self, call: KvCall) -> Runner:
         """Writes new tokens if there are some, then returns (out, lse)."""
         ...
 
-    def append(self, request: AppendRequest) -> Runner:
+    def append_runner(self, request: AppendRequest) -> Runner:
         """Writes new tokens into the cache."""
         ...
 
@@ -53,7 +54,7 @@ class Backend(Protocol):
         """Why "auto" gives a supported call to the next backend, or None."""
         ...
 
-    def forward(self, request: Request) -> Runner:
+    def forward_runner(self, request: Request) -> Runner:
         """Tensors: `request.tensors()`. Results: out, lse, and the largest score of each head if
         spec.max_logit."""
         ...
@@ -62,11 +63,11 @@ class Backend(Protocol):
         """Whether it computes the gradients of q, k and v of a supported call. If not, the next backend does."""
         ...
 
-    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
+    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
         """Tensors: `request.tensors()`, then out, lse, dout and dlse. Results: dq, dk, dv."""
         ...
 
-    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
+    def term_gradients_runner(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
         """Tensors as in `backward`. Results: the gradients of the wanted ones among bias, sinks and the score mod's
         tensors, in this order."""
         ...
@@ -79,7 +80,7 @@ class Backend(Protocol):
         """Why it has no second derivatives of a supported call, or None."""
         ...
 
-    def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
+    def hvp_runner(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
         """Tensors as in `backward`, then tangents of q, k and v. Results: the tangents of out, lse, dq, dk and dv, with
         dout and dlse constant."""
         ...

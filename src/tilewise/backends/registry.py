@@ -27,11 +27,11 @@ class Support(Protocol):
 
 class KernelBackend:
     """A backend whose folder, called as `name`, has the modules `support`, `launches`, `backward_launches` and
-    `offline`. Its kernels are imported when a runner is made. Terms' gradients and other derivatives are computed by
-    common kernels from any backend's out and lse."""
+    `offline`, and may have `hvp_launches`. Its kernels are imported when a runner is made. Terms' gradients and other
+    derivatives are computed by common kernels from any backend's out and lse."""
 
-    def __init__(self, name: str, reason: str, support: Support, kv: KvBackend) -> None:
-        self.name, self.reason, self.support = name, reason, support
+    def __init__(self, name: str, reason: str, support: Support, kv: KvBackend, has_hvp_launches: bool = False) -> None:
+        self.name, self.reason, self.support, self.has_hvp_launches = name, reason, support, has_hvp_launches
         self.kv: KvBackend | None = kv
 
     def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
@@ -43,13 +43,13 @@ class KernelBackend:
     def has_backward(self, request: Request) -> bool:
         return self.support.has_backward(request)
 
-    def forward(self, request: Request) -> Runner:
+    def forward_runner(self, request: Request) -> Runner:
         from .common.kernel_call import KernelCall
 
         build = self._module("launches").build_forward(request.spec)
         return KernelCall(build, request.tensors(), request.q.device)
 
-    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
+    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
         from .common.kernel_call import KernelCall, build_backward
 
         build = build_backward(self._module("backward_launches").named_launches, request.spec)
@@ -62,7 +62,7 @@ class KernelBackend:
     def _module(self, name: str) -> Any:
         return import_module(f"{__package__}.{self.name}.{name}")
 
-    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
+    def term_gradients_runner(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
         from .common.term_gradients import term_gradients
 
         return term_gradients(request, bwd_inputs, wanted)
@@ -77,17 +77,17 @@ class KernelBackend:
 
         return lacks_hvp(request)
 
-    def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
+    def hvp_runner(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
         from .common.hvp_launches import build_hvp
         from .common.kernel_call import KernelCall
 
-        one_pass = self._module("hvp_launches").ONE_PASS if self.name == "hopper" else None
+        one_pass = self._module("hvp_launches").ONE_PASS if self.has_hvp_launches else None
         tensors = *request.tensors(), *bwd_inputs, *tangents
         return KernelCall(build_hvp(request.spec, one_pass), tensors, request.q.device)
 
 
 BACKENDS: tuple[Backend, ...] = (  # in the order of "auto"
-    KernelBackend("hopper", "kernels for this GPU", hopper.support, hopper.KV),
+    KernelBackend("hopper", "kernels for this GPU", hopper.support, hopper.KV, has_hvp_launches=True),
     KernelBackend("triton", "portable kernels", triton.support, triton.KV),
     ReferenceBackend(),
 )

@@ -55,7 +55,7 @@ def run(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Any:
 def schedule(request: KvRequest, memory: Tensor) -> None:
     """Write the schedule of a request."""
     if memory.numel():
-        run("schedule", (request, memory), lambda: kv_backend(request).schedule(request, memory))
+        run("schedule", (request, memory), lambda: kv_backend(request).schedule_runner(request, memory))
 
 
 @torch.library.impl(_library, "new_plan_kv", "CompositeExplicitAutograd")
@@ -83,13 +83,13 @@ def _attend(out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | Non
         spec = request.dense.spec._replace(max_logit=True)
         request = request._replace(dense=request.dense._replace(spec=spec))
     call = KvCall(request, None, memory, workspace, out, lse, max_logit)
-    run("attend", call, lambda: kv_backend(call.request).attend(call))
+    run("attend", call, lambda: kv_backend(call.request).attend_runner(call))
 
 
 @torch.library.impl(_library, "append_kv", "CompositeExplicitAutograd")
 def _append(*given: Any) -> None:
     request, backend = append_request_of_op(*given)
-    run(f"append {backend}", request, lambda: kv_backend(written_tokens(request, backend)).append(request))
+    run(f"append {backend}", request, lambda: kv_backend(written_tokens(request, backend)).append_runner(request))
 
 
 for _name in ("plan_kv", "attend_kv", "append_kv"):

@@ -23,7 +23,7 @@ from ..mods.dropout import as_seed
 from ..mods.modifier import as_mod
 from ..mods.program import Mod, bound, check_filled, check_tables
 from ..options import DEFAULTS, OTHER_LIBRARIES, REQUIRED, Options, unknown
-from ..request import MAX_HEAD_DIM, PLAIN, Request, Spec, band, has_address
+from ..request import MAX_HEAD_DIM, TENSOR_TYPES, Request, Spec, band, has_address
 from . import offsets
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -232,7 +232,7 @@ def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str | None = None) -> tuple
 
 def is_cast(q: Any, k: Any, v: Any) -> bool:
     """Whether autocast is on for the device of q, and one of the three has another dtype than it computes in."""
-    if type(q) in PLAIN and q.is_cuda:
+    if type(q) in TENSOR_TYPES and q.is_cuda:
         device = "cuda"
     elif isinstance(q, Tensor) and not q.is_meta:
         device = q.device.type

@@ -297,4 +297,4 @@ def test_a_kernel_without_descriptors_may_say_none(driver: FakeDriver) -> None:
     found.metadata.tensordesc_meta = None
     assert prepared([CompiledLaunch(found, 1, [Slot(0)])], 1, 0) is not None
     found.metadata = SimpleNamespace(num_warps=4, shared=0, name="f", tensordesc_meta=None, num_ctas=1)
-    assert launcher.is_plain(found)
+    assert launcher.has_only_parameters(found)

@@ -39,7 +39,7 @@ class StubBackend:
     def has_backward(self, request: Request) -> bool:
         return True
 
-    def forward(self, request: Request) -> Any:
+    def forward_runner(self, request: Request) -> Any:
         self.requests.append(request._replace(q=None, k=None, v=None))  # type: ignore[arg-type]
 
         def run(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -49,14 +49,14 @@ class StubBackend:
 
         return run
 
-    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Any:
+    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Any:
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
             self.gradients.append((None, tensors))
             return [torch.full_like(x, 7) for x in tensors[:3]]
 
         return run
 
-    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: tuple[bool, ...]) -> Any:
+    def term_gradients_runner(self, request: Request, bwd_inputs: BackwardInputs, wanted: tuple[bool, ...]) -> Any:
         spec = request.spec
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:

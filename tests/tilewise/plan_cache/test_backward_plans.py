@@ -88,8 +88,8 @@ def test_saved_tensors_that_a_hook_returns_with_other_strides(
 ) -> None:
     """As after an offload to the host: the runner of the first backward does not fit."""
     made: list[Any] = []
-    backward = stub.backward
-    monkeypatch.setattr(stub, "backward", lambda *x: made.append([y.stride() for y in x[0][:3]]) or backward(*x))
+    backward = stub.backward_runner
+    monkeypatch.setattr(stub, "backward_runner", lambda *x: made.append([y.stride() for y in x[0][:3]]) or backward(*x))
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
     for hooked in (False, True, True, False):
         unpack = (lambda x: strided(x, kind) if x.dim() == 4 else x) if hooked else lambda x: x
@@ -102,6 +102,16 @@ def test_saved_tensors_that_a_hook_returns_with_other_strides(
         assert all(torch.equal(a, b) for a, b in zip(given[:3], expected, strict=True))
     assert len(made) == 1 + (kind != "unaligned")  # a KernelCall checks the alignment itself
     assert len(stub.requests) == 1
+
+
+def test_saved_tensors_that_a_hook_returns_with_another_dtype(third: ThirdBackend, kept: PlanCache) -> None:
+    """The runner of the first backward would read their memory in the wrong dtype."""
+    q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
+    tilewise.attention(q, k, v).sum().backward()
+    with saved_tensors_hooks(lambda x: x, lambda x: x.half() if x.dim() == 4 else x):
+        out = tilewise.attention(q, k, v)
+        with pytest.raises(AttentionError, match=r"saved q: .*hook returned torch\.float16 on cpu.*torch\.float32"):
+            out.sum().backward()
 
 
 def test_hooks_with_numbers(third: ThirdBackend, kept: PlanCache) -> None:

@@ -44,10 +44,10 @@ def build(count: int) -> Any:
 class LaunchingBackend(StubBackend):
     """Launches one kernel in a forward, and one in a backward."""
 
-    def forward(self, request: Request) -> Any:
+    def forward_runner(self, request: Request) -> Any:
         return KernelCall(build(2), request.tensors(), CUDA)
 
-    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Any:
+    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Any:
         return KernelCall(build(3), (*request.tensors(), *bwd_inputs), CUDA)
 
 

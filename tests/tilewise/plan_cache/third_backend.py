@@ -57,11 +57,11 @@ class ThirdBackend:
 
         return counted
 
-    def forward(self, request: Request) -> Runner:
+    def forward_runner(self, request: Request) -> Runner:
         spec = request.spec
         return self.runner("forward", lambda tensors: results(Request.of(spec, tensors)))
 
-    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
+    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
         spec = request.spec
 
         def run(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -73,7 +73,7 @@ class ThirdBackend:
 
         return self.runner("backward", run)
 
-    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
+    def term_gradients_runner(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
         spec = request.spec
 
         def run(tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -95,7 +95,7 @@ class ThirdBackend:
     def lacks_hvp(self, request: Request) -> str | None:
         return "a backend with one derivative"
 
-    def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
+    def hvp_runner(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
         raise NotImplementedError
 
     def launches(self, request: Request, gpu: Any, backward: bool) -> dict[str, Any]:
@@ -114,14 +114,14 @@ class ThirdCache:
     def planned(self, request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
         return []
 
-    def schedule(self, request: KvRequest, schedule: Tensor) -> Runner:
+    def schedule_runner(self, request: KvRequest, schedule: Tensor) -> Runner:
         def run(tensors: Sequence[Tensor | None]) -> list[Tensor]:
             tensors[-1].fill_(7)
             return []
 
         return self.backend.runner("schedule", run)
 
-    def attend(self, call: KvCall) -> Runner:
+    def attend_runner(self, call: KvCall) -> Runner:
         _, structure = structure_of(call)
 
         def run(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ class ThirdCache:
 
         return self.backend.runner("attend", run)
 
-    def append(self, request: AppendRequest) -> Runner:
+    def append_runner(self, request: AppendRequest) -> Runner:
         _, structure = structure_of(request)
         return self.backend.runner("append", lambda tensors: write(structure(tensors)))
 

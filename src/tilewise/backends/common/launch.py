@@ -31,7 +31,9 @@ except ImportError:  # torch for CPU or AMD
     driver = None
 
 INTERPRETED = triton.knobs.runtime.interpret
-NO_OVERLAP = os.environ.get("TILEWISE_NO_OVERLAP", "0") not in ("", "0")  # to tell a race from other faults
+# Whether kernels may start before the previous one has ended (pdl.py). TILEWISE_NO_OVERLAP=1 tells a race of launches
+# from other faults.
+OVERLAP = not INTERPRETED and os.environ.get("TILEWISE_NO_OVERLAP", "0") in ("", "0")
 INTERPRETED_PROCESSORS = 16
 OFFLINE_PROCESSORS = 132  # of an H100 and an H200
 COUNTERS = 1024  # int32 numbers
@@ -50,9 +52,15 @@ class Launch(NamedTuple):
         return self.kernel[(self.programs,)](*self.args, **self.options) if self.programs else None
 
 
+def in_order(kernel: Any, **values: Any) -> tuple[Any, ...]:
+    """The first arguments of a kernel, given by name, in the order of its parameters. A missing or wrong name is a
+    KeyError."""
+    return tuple(values[name] for name in kernel.arg_names[: len(values)])
+
+
 def named(name: str, launches: Sequence[Launch]) -> dict[str, Launch]:
     """At most one launch, by its name."""
-    return dict(zip((name,), launches, strict=False))
+    return {name: launches[0]} if launches else {}
 
 
 class Target(NamedTuple):
@@ -103,9 +111,8 @@ def target_of(device: torch.device) -> Target:
 
 
 def can_overlap(gpu: Gpu) -> bool:
-    """Whether a kernel may start before the previous one has ended (programmatic dependent launch).
-    TILEWISE_NO_OVERLAP=1 turns it off for all kernels but Hopper's."""
-    return gpu.kind == "cuda" and gpu.capability >= 90 and not INTERPRETED and not NO_OVERLAP
+    """Whether a kernel may start before the previous one has ended (programmatic dependent launch)."""
+    return gpu.kind == "cuda" and gpu.capability >= 90 and OVERLAP
 
 
 def pdl_option(overlap: bool) -> dict[str, bool]:
@@ -280,7 +287,7 @@ class CompiledLaunch(NamedTuple):
 
 def can_prepare(launches: Sequence[CompiledLaunch], device: int) -> bool:
     """False where Triton has to launch: without `cuda.bindings`, or if a kernel's parameters are not as expected."""
-    if driver is None or not all(is_plain(x.binary) for x in launches):
+    if driver is None or not all(has_only_parameters(x.binary) for x in launches):
         return False
     use_context(device)
     for launch in launches:
@@ -291,7 +298,7 @@ def can_prepare(launches: Sequence[CompiledLaunch], device: int) -> bool:
     return True
 
 
-def is_plain(binary: Any) -> bool:
+def has_only_parameters(binary: Any) -> bool:
     """Whether a kernel needs no scratch memory, cluster or cooperative launch."""
     metadata = binary.metadata
     return getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, x, 0) for x in UNSUPPORTED_METADATA)

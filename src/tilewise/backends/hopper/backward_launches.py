@@ -11,7 +11,7 @@ from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, Blocks, KernelConfig, View
 from ..common.kernel_call import CallShape, call_shape, padded, view
-from ..common.launch import INTERPRETED, Launch, Memory, Target, named
+from ..common.launch import OVERLAP, Launch, Memory, Target, in_order, named
 from ..common.renormalise import renormalised
 from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
 from .backward import backward_kernel
@@ -21,14 +21,8 @@ from .backward_tiles import BackwardConfig
 from .gluon_compat import TensorDescriptor, gl
 from .launches import descriptor, output, part_descriptors
 from .mask_words import new_words, with_words, without_mask_mod, words_launches
-from .postprocess import (
-    PostprocessConfig,
-    PostprocessTensors,
-    PreprocessConfig,
-    PreprocessTensors,
-    postprocess_kernel,
-    preprocess_kernel,
-)
+from .postprocess import PostprocessConfig, PostprocessTensors, postprocess_kernel
+from .preprocess import PreprocessConfig, PreprocessTensors, preprocess_kernel
 from .support import GPU, backward_tile
 
 REPAIR_ROWS = 16  # few registers: the postprocess has many programs on an SM
@@ -149,9 +143,9 @@ def preprocess_launch(call: BackwardCall) -> Launch:
     if lines is not None:
         tensors = tensors._replace(o=View(None, ()), do=View(None, ()), dq_acc=None)
     natural = has_large_scores(call.request)
-    config = PreprocessConfig(size.dv, PAD.value, d, sum(d), block_dv, natural, not INTERPRETED)
+    config = PreprocessConfig(size.dv, PAD.value, d, sum(d), block_dv, natural, OVERLAP)
     args = tensors, *call.lengths, tiles, size.heads, size.batch
-    options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4, "launch_pdl": not INTERPRETED}
+    options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4, "launch_pdl": OVERLAP}
     return Launch(preprocess_kernel, size.programs(size.n_q, size.heads, PAD.value), args, options)
 
 
@@ -227,35 +221,55 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
     terms = device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True)
     if mask_words is not None:
         terms = with_words(terms, request, mask_words)
-    args = (
-        *part_descriptors(q, config.BLOCK_M, config.D),
-        *part_descriptors(k, 64, config.D),
-        *part_descriptors(v, 64, config.DV),
-        *part_descriptors(bwd_inputs.dout, config.BLOCK_M, config.DV),
-        *statistics,
-        *(space.dq_acc, TensorDescriptor(space.dq_acc, space.dq_acc.shape, (256, 1), dq_box, UNSWIZZLED)),
-        space.dq_lines,
-        # of parts, only the box shapes of these two are used
-        *part_descriptors(k if config.SPLIT else dk, 64, tuple(x // shares for x in config.D)),
-        *part_descriptors(v if config.SPLIT else dv, 64, tuple(x // shares for x in config.DV)),
-        *(space.dk_parts, space.dv_parts, call.flag, space.semaphores, *call.lengths),
-        *(spec.before, spec.after, score_scale * LOG2E.value, scale, space.padded_tokens, schedule.ascending_rows),
-        *(config.GROUP // split.heads, split.queries.bit_length() - 1, split.queries * config.BLOCK_M),
-        *(
-            size.tiles(size.n_k, PAD.value) * PAD.value,
-            space.counters,
-            num_tiles,
-            schedule.rows,
-            schedule.tiles_per_row,
-        ),
-        *(size.kv_heads * split.parts, size.batch, schedule.groups.size),
-        None if config.DETERMINISTIC else schedule.groups.grouped,
-        terms,
-        device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N)).blocks if config.DETERMINISTIC else Blocks(),
+    # of parts, only the box shapes of these two are used
+    dk_box = part_descriptors(k if config.SPLIT else dk, 64, tuple(x // shares for x in config.D))
+    dv_box = part_descriptors(v if config.SPLIT else dv, 64, tuple(x // shares for x in config.DV))
+    operands = {
+        "q": part_descriptors(q, config.BLOCK_M, config.D),
+        "k": part_descriptors(k, 64, config.D),
+        "v": part_descriptors(v, 64, config.DV),
+        "do": part_descriptors(bwd_inputs.dout, config.BLOCK_M, config.DV),
+        "dk": dk_box,
+        "dv": dv_box,
+    }
+    by_query = device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N)).blocks
+    args = in_order(
+        backward_kernel,
+        **{name: first for name, (first, _) in operands.items()},
+        **{f"{name}_rest": rest for name, (_, rest) in operands.items()},
+        **dict(zip(("lse2", "delta"), statistics, strict=True)),
+        dq_acc=space.dq_acc,
+        dq_acc_desc=TensorDescriptor(space.dq_acc, space.dq_acc.shape, (256, 1), dq_box, UNSWIZZLED),
+        dq_lines=space.dq_lines,
+        dk_parts=space.dk_parts,
+        dv_parts=space.dv_parts,
+        flag=call.flag,
+        semaphores=space.semaphores,
+        **dict(zip(("cu_q", "cu_k", "n_q", "n_k"), call.lengths, strict=True)),
+        before=spec.before,
+        after=spec.after,
+        scale_log2=score_scale * LOG2E.value,
+        scale=scale,
+        padded_tokens=space.padded_tokens,
+        ascending_rows=schedule.ascending_rows,
+        group=config.GROUP // split.heads,
+        query_shift=split.queries.bit_length() - 1,
+        query_step=split.queries * config.BLOCK_M,
+        padded_keys=size.tiles(size.n_k, PAD.value) * PAD.value,
+        counter=space.counters,
+        num_tiles=num_tiles,
+        rows=schedule.rows,
+        tiles_per_row=schedule.tiles_per_row,
+        heads=size.kv_heads * split.parts,
+        batch=size.batch,
+        rows_in_l2=schedule.groups.size,
+        grouped_rows=None if config.DETERMINISTIC else schedule.groups.grouped,
+        terms=terms,
+        query_lists=by_query if config.DETERMINISTIC else Blocks(),
     )
     mod = mask_mod(request) if mask_words is None else None
     options = {"MASK_MOD": mod, "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
-    options |= {"num_warps": 4, "launch_pdl": not INTERPRETED}
+    options |= {"num_warps": 4, "launch_pdl": OVERLAP}
     return Launch(backward_kernel, min(num_tiles, num_sms), args, options)
 
 
@@ -309,11 +323,11 @@ def postprocess_launch(call: BackwardCall, scale: float) -> Launch:
         *(size.tiles(size.n_q, pad), size.tiles(size.n_k, pad), size.heads, size.kv_heads, size.batch),
         *(q_total, k_total, parts, *terms),
     )
-    config = PostprocessConfig(size.d, size.dv, *space.widths, *space.widths.columns, not INTERPRETED)
+    config = PostprocessConfig(size.d, size.dv, *space.widths, *space.widths.columns, OVERLAP)
     options: dict[str, Any] = {"SCORE_MOD": mods[0], "MASK_MOD": mods[1], "REPAIR": repair_config, "CONFIG": config}
     # as many programs on an SM as without the repair: only that spills
     registers = 64 if widest <= 128 else 128 if widest <= 256 else 255
-    options |= {"num_warps": 8, "launch_pdl": not INTERPRETED, "maxnreg": registers}
+    options |= {"num_warps": 8, "launch_pdl": OVERLAP, "maxnreg": registers}
     return Launch(postprocess_kernel, q_total + (k_total if parts else 0), args, options)
 
 
@@ -331,7 +345,7 @@ def new_repair_config(size: CallShape, block_d: int, block_dv: int) -> KernelCon
         PRECISION="ieee",
         CHUNK=512,
         PACKED=size.packed,
-        OVERLAP=not INTERPRETED,
+        OVERLAP=OVERLAP,
     )
 
 

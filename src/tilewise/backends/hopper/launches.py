@@ -13,7 +13,7 @@ from ..common.device.fp8 import Fp8Scales
 from ..common.device.structs import Terms
 from ..common.fp8_format import KEY_BLOCK
 from ..common.kernel_call import CallShape, by_group, call_shape, new_max_logit, new_results, padded, view
-from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named, pdl_option
+from ..common.launch import COUNTERS, OVERLAP, Build, Built, Launch, Memory, Target, in_order, named, pdl_option
 from ..common.score_terms import device_terms, mask_mod, score_mod
 from .forward import forward_kernel
 from .forward_repair import RepairPointers
@@ -29,6 +29,7 @@ L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 REGISTERS = 65536  # of an SM
 NO_CACHE = KvCache(*CachePointers(), *[0] * 6)
+FIRST_FLAG = 8  # of the zeros of a call: the tile scheduler's counter comes before, in a 32-byte sector of its own
 
 
 class State(NamedTuple):
@@ -49,7 +50,7 @@ class Operands(NamedTuple):
 
 def new_state(memory: Memory) -> State:
     zeros = memory.counters()
-    return State(zeros, zeros[8:])
+    return State(zeros, zeros[FIRST_FLAG:])
 
 
 def build_forward(spec: Spec) -> Build:
@@ -98,11 +99,12 @@ def forward_launches(
     **overrides: Any,
 ) -> list[Launch]:
     """The forward, as a list of one launch. `overrides` replaces fields of the ForwardConfig (for experiments)."""
-    if max_logit is None:  # which is by head
+    if max_logit is None:  # it is computed for each head; `by_group` makes the heads of a group one
         request, out, lse = by_group(request, out, lse)
     size = call_shape(request)
     config = forward_config(size, sequence_keys(size), request.spec, request.bias is not None)._replace(**overrides)
     splits_columns = ROWS.value * config.WARPGROUPS > config.BLOCK_M
+    # two warpgroups with the same queries load all columns of V, and each multiplies BLOCK_DV of them
     v_parts = (2 * config.BLOCK_DV,) if splits_columns else config.HEAD_PARTS
     queries, keys = boxes_of(request.spec)
     operands = Operands(
@@ -170,21 +172,42 @@ def forward_launch(
         score, mask = score_mod(request, GPU), mask_mod(request)
     if state.mask_words is not None:
         terms, mask = with_words(terms, request, state.mask_words), None
-    args = (
-        *operands.descriptors,
+    args = in_order(
+        forward_kernel,
+        **dict(zip(("q", "q_rest", "k", "k_rest", "v", "v_rest"), operands.descriptors, strict=True)),
         # with float32 results only the dtype of this descriptor is used, that of P
-        descriptor(q if spec.partial else out, ROWS.value, config.BLOCK_DV // config.O_STORES, boxes_of(spec)[0]),
-        *(float32_output(out, spec), lse, state.counter),
-        *(repair, max_logit),
-        *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
-        *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, rows_in_l2 * config.GROUP),
-        *(terms, CachePointers(*cache[:4]), operands.fp8, *cache[4:]),
+        o=descriptor(q if spec.partial else out, ROWS.value, config.BLOCK_DV // config.O_STORES, boxes_of(spec)[0]),
+        o_float32=float32_output(out, spec),
+        lse=lse,
+        counter=state.counter,
+        repair=repair,
+        max_logit=max_logit,
+        cu_q=request.cu_q,
+        cu_k=request.cu_k,
+        n_q=size.n_q,
+        n_k=size.n_k,
+        before=spec.before,
+        after=spec.after,
+        scale=spec.scale,
+        num_tiles=tiles_per_row * rows,
+        rows=rows,
+        tiles_per_row=tiles_per_row,
+        heads=size.heads,
+        batch=size.batch,
+        rows_in_l2=rows_in_l2 * config.GROUP,
+        terms=terms,
+        cache=CachePointers(*cache[:4]),
+        fp8=operands.fp8,
+        **dict(zip(KvCache._fields[4:], cache[4:], strict=True)),
     )
     options = {"SCORE_MOD": score, "MASK_MOD": mask, "CONFIG": config, "num_warps": 4}
-    options |= pdl_option(not INTERPRETED)
+    options |= pdl_option(OVERLAP)
+    programs = min(tiles_per_row * rows, config.PROGRAMS * num_sms)
+    assert FIRST_FLAG + 2 * config.WARPGROUPS * programs <= COUNTERS, "more flags than the zeros of a call"
     if config.PROGRAMS > 1:
+        # the producer warp counts as a warpgroup when the driver gives registers to a program
         options["maxnreg"] = REGISTERS // (128 * (config.WARPGROUPS + 1) * config.PROGRAMS) // 8 * 8
-    return Launch(forward_kernel, min(tiles_per_row * rows, config.PROGRAMS * num_sms), args, options)
+    return Launch(forward_kernel, programs, args, options)
 
 
 def keys_in_use(request: Request, size: CallShape) -> int:

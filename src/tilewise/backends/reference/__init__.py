@@ -28,14 +28,14 @@ class ReferenceBackend:
     def declines(self, request: Any, gpu: Gpu | None) -> str | None:
         return None
 
-    def forward(self, request: Request) -> Runner:
+    def forward_runner(self, request: Request) -> Runner:
         spec = request.spec
         return lambda tensors: forward(Request.of(spec, tensors))
 
     def has_backward(self, request: Request) -> bool:
         return True
 
-    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
+    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
         spec = request.spec
 
         def run(tensors: Sequence[Any]) -> Sequence[Tensor]:
@@ -43,7 +43,7 @@ class ReferenceBackend:
 
         return run
 
-    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
+    def term_gradients_runner(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
         spec = request.spec
 
         def run(tensors: Sequence[Any]) -> Sequence[Tensor]:
@@ -57,7 +57,7 @@ class ReferenceBackend:
     def lacks_hvp(self, request: Request) -> str | None:
         return "derivatives by torch instead"
 
-    def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
+    def hvp_runner(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
         raise NotImplementedError("torch differentiates the reference itself: see `differentiable_backward`")
 
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:

@@ -41,17 +41,17 @@ class ReferenceCache:
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
         return 0, 0
 
-    def schedule(self, request: KvRequest, schedule: Tensor) -> Any:
+    def schedule_runner(self, request: KvRequest, schedule: Tensor) -> Any:
         return lambda tensors: []
 
     def planned(self, request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
         return []
 
-    def attend(self, call: KvCall) -> Any:
+    def attend_runner(self, call: KvCall) -> Any:
         _, structure = structure_of(call)
         return lambda tensors: attend(structure(tensors))
 
-    def append(self, request: AppendRequest) -> Any:
+    def append_runner(self, request: AppendRequest) -> Any:
         _, structure = structure_of(request)
 
         def run(tensors: Sequence[Any]) -> list[Tensor]:
@@ -162,15 +162,16 @@ def append(request: AppendRequest) -> Tensor | None:
     if norm is not None:
         k_new = apply_norm(k_new, norm.k_weight, norm)
     if rotary is not None:
-        k_new = apply_rotary(k_new, at if rotary.positions is None else rotary.positions.flatten(), rotary)
+        positions = at if rotary.positions is None else rotary.positions.flatten()
+        k_new = apply_rotary(k_new, positions, rotary, request.first_rotated)
     k_new, v_new = (x.reshape(-1, *x.shape[-2:]) for x in (k_new, v_new))
     if request.slots is None:
         row, offset, fits = slot_of(places, new.b, at, k)
-        fits &= new.exists
     else:
         slots = request.slots.flatten().long()
         row, offset = slots // k.shape[1], slots % k.shape[1]
         fits = (slots >= 0) & (row < k.shape[0])
+    fits &= new.exists
     where = row[fits], offset[fits]
     store(k, k_new[fits], request.k_scale, new.b[fits], where)
     store(v, v_new[fits], request.v_scale, new.b[fits], where)
@@ -180,7 +181,7 @@ def append(request: AppendRequest) -> Tensor | None:
     if norm is not None:
         rotated = apply_norm(rotated, norm.q_weight, norm)
     if rotary is not None:
-        rotated = apply_rotary(rotated, query_positions(request, rotary), rotary)
+        rotated = apply_rotary(rotated, query_positions(request, rotary), rotary, request.first_rotated)
     rotated = rotated.to(request.q.dtype)
     return rotated if request.rotated is None else request.rotated.copy_(rotated)
 
@@ -216,20 +217,20 @@ def query_positions(request: AppendRequest, rotary: Rotary) -> Tensor:
     return totals[of.b] - of.n[of.b] + of.i
 
 
-def apply_rotary(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-    """x (.., heads, dim), rotated by the angles of its tokens' positions; at least in float32."""
+def apply_rotary(x: Tensor, positions: Tensor, rotary: Rotary, first: int = 0) -> Tensor:
+    """x (.., heads, dim), from dim `first` on rotated by the angles of its tokens' positions; at least in float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     half = rotary.cos.shape[1]
     at = positions.long().clamp(0, max(rotary.cos.shape[0] - 1, 0))
     cos, sin = (t[at].to(dtype).view(*x.shape[:-2], 1, half) for t in (rotary.cos, rotary.sin))
-    width, wide = 2 * half, x.to(dtype)
+    width, wide = 2 * half, x[..., first:].to(dtype)
     if rotary.interleaved:
         a, b = wide[..., 0:width:2], wide[..., 1:width:2]
         rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     else:
         a, b = wide[..., :half], wide[..., half:width]
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return torch.cat([rotated, wide[..., width:]], -1)
+    return torch.cat([x[..., :first].to(dtype), rotated, wide[..., width:]], -1)
 
 
 class Tokens(NamedTuple):
@@ -248,7 +249,8 @@ class Tokens(NamedTuple):
         b = torch.bucketize(t, ends[1:], right=True)
         exists = b < batch
         b = b.clamp(max=max(batch - 1, 0))
-        return Tokens(b, t - ends[b], exists, ends.diff())
+        i = t - ends[b]
+        return Tokens(b, i, exists & (i >= 0), ends.diff())
 
 
 def bounds_of(x: Tensor, cu: Tensor | None) -> Tensor:
@@ -275,7 +277,7 @@ def clamped_totals(places: CachePlaces, cache: Tensor) -> Tensor:
 
 
 def slot_of(places: CachePlaces, b: Tensor, j: Tensor, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(page or row of the cache, offset in it) of token j of sequence b; and whether that exists."""
+    """(page or row of the cache, clamped, offset in it) of token j of sequence b; and whether that exists."""
     rows, page = cache.shape[:2]
     fits = j >= 0
     j = j.clamp(min=0)
@@ -291,7 +293,7 @@ def slot_of(places: CachePlaces, b: Tensor, j: Tensor, cache: Tensor) -> tuple[T
             n = places.indptr.long()[b] + n
             fits = fits & (n < places.indptr.long()[b + 1]) & (n < table.shape[0])
             row = table[n.clamp(max=max(table.shape[0] - 1, 0))]
-    return row.clamp(0, max(rows - 1, 0)), offset, fits
+    return row.clamp(0, max(rows - 1, 0)), offset, fits & (row >= 0) & (row < rows)
 
 
 def tokens(places: CachePlaces, totals: Tensor, cache: Tensor) -> list[tuple[Tensor, Tensor]]:

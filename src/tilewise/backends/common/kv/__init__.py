@@ -40,7 +40,7 @@ class KvKernels:
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
         return self.launches_of(request).schedule_sizes(request)
 
-    def schedule(self, request: KvRequest, schedule: Tensor) -> Any:
+    def schedule_runner(self, request: KvRequest, schedule: Tensor) -> Any:
         from .runners import schedule_runner
 
         return schedule_runner(request, schedule, self.launches_of(request))
@@ -48,12 +48,12 @@ class KvKernels:
     def planned(self, request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
         return self.launches_of(request).planned(request, schedule)
 
-    def attend(self, call: KvCall) -> Any:
+    def attend_runner(self, call: KvCall) -> Any:
         from .runners import attend_runner
 
         return attend_runner(call, self.launches_of(call.request))
 
-    def append(self, request: AppendRequest) -> Any:
+    def append_runner(self, request: AppendRequest) -> Any:
         from .runners import append_runner
 
         return append_runner(request)
