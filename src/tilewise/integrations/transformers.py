@@ -56,7 +56,7 @@ def serve(model: Any) -> Any:
     new batching manager if other models of the process use flash attention: transformers remembers one of them.
 
     Give the manager `ContinuousBatchingConfig(use_async_batching=False)`: asynchronous batching of transformers 5.17 to
-    5.23 can compute the first steps with inputs that are being reset, with any attention (docs/upstream.md).
+    5.23 can compute the first steps with inputs that are being reset, with any attention.
 
     Args:
         model: a transformers model. Its config is changed.

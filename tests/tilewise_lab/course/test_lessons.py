@@ -267,10 +267,10 @@ def test_an_endless_loop_in_one_exercise(tmp_path, capsys):
     """It is named with what was graded before it, within the limit that was given."""
     file = tmp_path / "answer.py"
     file.write_text("def attention(*args):\n    ...\n\ndef intensity(*args):\n    while True:\n        pass\n")
-    assert cli.main(["learn", "--check", "1", str(file), "--limit", "8"]) == 1
+    assert cli.main(["learn", "--check", "1", str(file), "--limit", "15"]) == 1
     first, *_, second = capsys.readouterr().out.splitlines()
     assert first.startswith("✗ exercise 1 of 3, attention: ")
-    assert second.startswith("✗ exercise 2 of 3, intensity: stopped after 8 s.")
-    assert second.endswith("add --limit 16")
+    assert second.startswith("✗ exercise 2 of 3, intensity: stopped after 15 s.")
+    assert second.endswith("add --limit 30")
     assert cli.main(["learn", "--check", "1", str(file), "--limit", "0"]) == 2
     assert "--limit: found 0.0; expected seconds, above 0" in capsys.readouterr().err

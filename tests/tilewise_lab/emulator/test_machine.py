@@ -154,7 +154,7 @@ def test_a_bug_is_caught(name):
 
     def runs():
         for seed in range(4):
-            run(n_q=1300, n_k=700, after=0, heads=1, d=64, programs=1, seed=seed, replace=replace)
+            run(n_q=1300, n_k=700, after=0, heads=1, d=128, programs=1, seed=seed, replace=replace)
 
     with pytest.raises(error):
         runs()
