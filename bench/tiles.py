@@ -52,8 +52,8 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 class Row:
     """One kernel to compile; without a tile, the one that config has for it."""
 
-    # forward, merge, prepare, query, key, jvp, clear, repair forward, repair backward, or value: the half of key that
-    # sums dV in a pass of its own
+    # forward, merge, preprocess, query, key, jvp, clear, repair forward, repair backward, or value: the half of key
+    # that sums dV in a pass of its own
     kernel: str
     capability: int | str  # 90, "gfx942"
     dtype: str
@@ -130,7 +130,7 @@ def launch_of(row: Row) -> Any:
         bwd_inputs = BackwardInputs(q, lse, q, None)
         launches = backward_launches(request, bwd_inputs, (q, k, k), statistics, flags, gpu)
         launches += backward_repairs(launches, target) if row.kernel == "repair backward" else []
-    return launches[{"prepare": 0, "key": 1, "value": 2, "query": -1, "repair backward": -1}[row.kernel]]
+    return launches[{"preprocess": 0, "key": 1, "value": 2, "query": -1, "repair backward": -1}[row.kernel]]
 
 
 def report(row: Row) -> dict[str, Any]:

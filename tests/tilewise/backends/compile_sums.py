@@ -29,7 +29,7 @@ def main(arch: int | str, d: int, dtype: str) -> None:
 
     gpu = Gpu("cuda" if isinstance(arch, int) else "hip", arch)
     target, memory = Target(gpu, 132), DeviceMemory(torch.device("cpu"))
-    prepare, renormalised = terms.prepare_launch, terms.renormalised
+    preprocess, renormalised = terms.preprocess_launch, terms.renormalised
 
     def compile_first(*args: Any) -> Any:
         first, bwd_inputs = renormalised(*args)
@@ -38,7 +38,7 @@ def main(arch: int | str, d: int, dtype: str) -> None:
     stand_ins: dict[str, Any] = {
         "Launch": Compile,
         "target_of": lambda _: target,
-        "prepare_launch": lambda *args: (lambda: None, prepare(*args)[1]),
+        "preprocess_launch": lambda *args: (lambda: None, preprocess(*args)[1]),
         "renormalised": compile_first,
         "scatter_": lambda *_: None,
     }

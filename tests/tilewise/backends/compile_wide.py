@@ -47,7 +47,7 @@ def dense_launches() -> dict[str, Launch]:
     q, k, v = wide(2, 300, 4, 64), wide(2, 300, 2, 64), wide(2, 300, 2, 64)
     request = Request(q, k, v, Spec(0.1, None, 0))
     made = offline_launches(request, SM_90, False) | offline_launches(request, SM_90, True)
-    return {name: x for name, x in made.items() if name != "prepare"}  # which reads results only: contiguous here
+    return {name: x for name, x in made.items() if name != "preprocess"}  # which reads results only: contiguous here
 
 
 def wide_strides(head: str) -> list[str]:

@@ -72,7 +72,7 @@ def everything(arch: tiles.Arch) -> list[Wanted]:
     rows += [("forward", "bfloat16", dim, variant, None) for dim, variant in product(dims, ("decode", "few"))]
     rows += [("forward", "bfloat16", dim, "few", term) for dim, term in product((64, 128), ("alibi", "dropout"))]
     rows += [("merge", "bfloat16", dim, "decode", None) for dim in dims]
-    rows += [("prepare", "bfloat16", dim, "varlen", None) for dim in dims]
+    rows += [("preprocess", "bfloat16", dim, "varlen", None) for dim in dims]
     return [*rows, ("clear", "bfloat16", 64, "varlen", None)]
 
 
@@ -105,7 +105,7 @@ def faults(made: dict[str, Any]) -> list[str]:
         found.append(f"{made['spills']} bytes spilled")
     if made["shared"] > tiles.chip(arch).shared:
         found.append(f"{made['shared']} bytes of shared memory")
-    multiplies = kernel not in ("merge", "prepare", "clear")
+    multiplies = kernel not in ("merge", "preprocess", "clear")
     if multiplies and not any("MMA" in name or "mfma" in name for name in made["instructions"]):
         found.append("no matrix instruction: of too much tensor memory Triton makes a trap")
     return found

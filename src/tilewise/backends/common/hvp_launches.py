@@ -21,7 +21,7 @@ from .jvp_launches import jvp_launch
 from .kernel_call import call_shape, new_gradients, sequences_and_window, view
 from .kernel_config import SMALLEST, flag_count, is_even, launch_options, tile_of
 from .launch import Build, Built, Launch, Memory, Target
-from .preprocess import prepare_launch, row_statistics
+from .preprocess import preprocess_launch, row_statistics
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
 from .score_terms import device_terms, folded, mask_mod
@@ -76,8 +76,8 @@ def hvp_launches(
     jvp = jvp_launch(request, bwd_inputs.out, bwd_inputs.lse, tangents, moved.out, moved.lse, target, memory)
     lse2, delta = row_statistics(request, memory)
     _, tdelta = row_statistics(request, memory)
-    prepare, saved = prepare_launch(request, bwd_inputs, (lse2, delta))
-    again, _ = prepare_launch(request, moved._replace(lse=bwd_inputs.lse), (lse2, tdelta))
+    preprocess, saved = preprocess_launch(request, bwd_inputs, (lse2, delta))
+    again, _ = preprocess_launch(request, moved._replace(lse=bwd_inputs.lse), (lse2, tdelta))
     tq, tk, tv = map(view, tangents)
     inputs = saved.q, saved.k, saved.v, saved.do, saved.lse2, saved.delta
     tensors = HvpTensors(*inputs, tq, tk, tv, moved.lse, View(tdelta, tdelta.stride()[:2]), *map(view, grads))
@@ -90,7 +90,7 @@ def hvp_launches(
         *clear_launches(moved.out, moved.lse, None, request.cu_q, request.cu_q, target.gpu),
         *clear_launches(*grads, request.cu_q, request.cu_k, target.gpu),
     ]
-    return [jvp, *repairs(repair_jvp_kernel, jvp, target), prepare, again, *passes, *last]
+    return [jvp, *repairs(repair_jvp_kernel, jvp, target), preprocess, again, *passes, *last]
 
 
 def hvp_passes(

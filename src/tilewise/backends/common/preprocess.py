@@ -66,7 +66,7 @@ def store_row_statistics(tensors, grid, seqs, CONFIG: tl.constexpr):
 
 
 @triton.jit(**ANY_SIZE)
-def prepare_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG: tl.constexpr):
+def preprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG: tl.constexpr):
     """delta = rowsum(do * o) - dlse, and lse in log2 units."""
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
@@ -80,7 +80,7 @@ def row_statistics(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
     return memory.empty(shape, torch.float32), memory.empty(shape, torch.float32)
 
 
-def prepare_launch(
+def preprocess_launch(
     request: Request, bwd_inputs: BackwardInputs, statistics: tuple[Tensor, Tensor], overlap: bool = False
 ) -> tuple[Launch, BackwardTensors]:
     """The launch that computes the row statistics, and what every kernel that uses them reads."""
@@ -90,10 +90,10 @@ def prepare_launch(
     lse2, delta = (View(x, x.stride()[:2]) for x in statistics)
     tensors = RowTensors(view(out), view(dout), lse, dlse, lse2, delta)
     config = RowConfig(size.dv, pad, padded(size.dv), has_large_scores(request), overlap)
-    prepare = Launch(
-        prepare_kernel,
+    preprocess = Launch(
+        preprocess_kernel,
         size.programs(size.n_q, size.heads, pad),
         (tensors, request.cu_q, request.cu_k, size.n_q, size.n_k, *size.grid(size.n_q, size.heads, pad)),
         {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4},
     )
-    return prepare, BackwardTensors(*(view(x) for x in (q, k, v, dout)), lse2, delta)
+    return preprocess, BackwardTensors(*(view(x) for x in (q, k, v, dout)), lse2, delta)

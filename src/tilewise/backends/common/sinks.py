@@ -15,7 +15,7 @@ from ...request import BackwardInputs, Request, Spec
 from .device.structs import ANY_SIZE, LOG2E
 from .launch import Build, Built, Launch, Memory, Target, can_overlap, named, overlapped
 from .pdl import gdc_wait
-from .preprocess import prepare_launch, row_statistics
+from .preprocess import preprocess_launch, row_statistics
 from .renormalise import renormalised
 from .score_terms import has_large_scores
 
@@ -72,11 +72,11 @@ def sink_launches(
     first, bwd_inputs = renormalised(request, bwd_inputs, target.gpu, memory)
     together = _together(request)
     statistics = row_statistics(together, memory)
-    prepare, saved = prepare_launch(together, bwd_inputs, statistics, overlap)
+    preprocess, saved = preprocess_launch(together, bwd_inputs, statistics, overlap)
     batch, heads, rows = statistics[0].shape
     options = {"NATURAL": has_large_scores(request), "num_warps": 8} | overlapped(overlap)
     args = SinkTensors(saved.lse2, saved.delta, sinks, sinks.stride(0)), total, batch, rows
-    return [*first, prepare, Launch(sink_kernel, heads, args, options)]
+    return [*first, preprocess, Launch(sink_kernel, heads, args, options)]
 
 
 def named_sink_launches(
@@ -86,8 +86,8 @@ def named_sink_launches(
     if request.sinks is None:
         return {}
     total = memory.empty(request.sinks.shape, request.sinks.dtype)
-    *first, prepare, sums = sink_launches(request, bwd_inputs, total, target, memory)
-    return named("(sink renormalise)", first) | {"(sink rows)": prepare, "(sink sums)": sums}
+    *first, preprocess, sums = sink_launches(request, bwd_inputs, total, target, memory)
+    return named("(sink renormalise)", first) | {"(sink rows)": preprocess, "(sink sums)": sums}
 
 
 def _together(request: Request) -> Request:

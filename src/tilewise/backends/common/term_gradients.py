@@ -24,7 +24,7 @@ from .device.structs import FAR, Bias
 from .kernel_call import KernelCall, call_shape
 from .kernel_config import launch_options, tile_of
 from .launch import DeviceMemory, Launch, target_of
-from .preprocess import prepare_launch, row_statistics
+from .preprocess import preprocess_launch, row_statistics
 from .renormalise import renormalised
 from .score_terms import device_terms, is_fast, mask_mod, score_mod_with_derivative
 from .sinks import build_sink_gradient
@@ -85,13 +85,13 @@ class Sums:
         self.gpu = target_of(request.q.device).gpu
         memory = DeviceMemory(request.q.device)
         first, bwd_inputs = renormalised(request, bwd_inputs, self.gpu, memory)
-        prepare, self.saved = prepare_launch(request, bwd_inputs, row_statistics(request, memory))
+        preprocess, self.saved = preprocess_launch(request, bwd_inputs, row_statistics(request, memory))
         lse2, self.delta = (x.ptr for x in self.saved[4:6])
         self.lse2 = lse2
         if self.size.packed:  # the gaps between sequences
             lse2.fill_(torch.inf)
             self.delta.zero_()
-        for launch in (*first, prepare):
+        for launch in (*first, preprocess):
             launch()
         self.tile = tile_of("sums", self.q.element_size(), self.size, self.gpu)
         self.r: int | None = None  # the position in a row of what is summed

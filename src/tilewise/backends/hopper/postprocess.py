@@ -1,6 +1,6 @@
-"""Before and after the Hopper backward: row statistics and zeros; dQ from its float32 sums, dK and dV from parts; and
-the NaN repair: gradients again, without what their rows do not see, where a product let a NaN through (see
-`common/repair.py`). That is slow, and nearly never needed."""
+"""After the Hopper backward: dQ from its float32 sums, dK and dV from parts; and the NaN repair: gradients again,
+without what their rows do not see, where a product let a NaN through (see `common/repair.py`). The repair is slow, and
+nearly never needed."""
 
 from typing import NamedTuple
 
@@ -11,40 +11,9 @@ from ..common.device.structs import ANY_SIZE, PAD, Grid, Rows, ScoreParams, Sequ
 from ..common.device.tile_io import store_columns
 from ..common.device.tile_range import locate
 from ..common.pdl import gdc_launch_dependents, gdc_wait
-from ..common.preprocess import RowTensors, store_row_statistics
 from ..common.repair import repair_key_rows, repair_query_rows
 
 ROWS: tl.constexpr = tl.constexpr(64)
-
-
-class PreprocessTensors(NamedTuple):
-    """o, do, lse, dlse (or None); and what is written: lse2, delta, zeros for dq_acc (if it is not None) and the
-    counters. `lines`, if dQ is scattered: the line of each query, heads rows, which begin after ROWS rows for
-    padding; `dq_lines`: see `Outputs`."""
-
-    o: tl.tuple
-    do: tl.tuple
-    lse: tl.tensor
-    dlse: tl.tensor
-    lse2: tl.tuple
-    delta: tl.tuple
-    dq_acc: tl.tensor
-    counters: tl.tensor
-    lines: tl.tensor = None
-    dq_lines: tl.tensor = None
-
-
-class PreprocessConfig(NamedTuple):
-    """PARTS: the columns of dq_acc as powers of two; COLUMNS: their sum. NATURAL: lse2 is lse, not times log2(e).
-    OVERLAP: programmatic dependent launch."""
-
-    DV: int
-    BLOCK_M: int
-    PARTS: tuple[int, ...]
-    COLUMNS: int
-    BLOCK_DV: int
-    NATURAL: bool
-    OVERLAP: bool
 
 
 class PostprocessTensors(NamedTuple):
@@ -71,30 +40,6 @@ class PostprocessConfig(NamedTuple):
     D_COLUMNS: int
     DV_COLUMNS: int
     OVERLAP: bool
-
-
-@triton.jit(**ANY_SIZE)
-def preprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG: tl.constexpr):
-    """The row statistics of BLOCK_M rows; zeros for their dQ, for four counters a program and the 64 after the last."""
-    if CONFIG.OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    o, do, lse, dlse, lse2, delta, dq_acc, counters, lines, dq_lines = tensors
-    pid = tl.program_id(0)
-    if dq_acc is not None:
-        for part in tl.static_range(len(CONFIG.PARTS)):
-            zeros = dq_acc + (tl.cast(pid, tl.int64) * CONFIG.COLUMNS + part * CONFIG.PARTS[0]) * CONFIG.BLOCK_M
-            tl.store(zeros + tl.arange(0, CONFIG.BLOCK_M * CONFIG.PARTS[part]), 0.0)
-    tl.store(counters + 4 * pid + tl.arange(0, 64), 0)
-    seqs = Sequences(cu_q, cu_k, n_q, n_k)
-    grid = Grid(tiles, heads, batch)
-    store_row_statistics(RowTensors(o, do, lse, dlse, lse2, delta), grid, seqs, CONFIG)
-    if lines is not None:
-        w = locate(pid, grid, seqs, cu_q, CONFIG.BLOCK_M)
-        i = w.first + tl.arange(0, CONFIG.BLOCK_M)
-        line = ROWS + tl.load(lines + w.q0 + i, mask=i < w.n_q, other=0) * heads + w.h
-        at = w.h * (tiles * CONFIG.BLOCK_M) + w.r0 + i
-        tl.store(dq_lines + at, tl.where(i < w.n_q, line, i % ROWS), mask=w.first < w.n_q)
 
 
 @triton.jit

@@ -69,7 +69,7 @@ def key_kernel(
     that share its KV head.
 
     OVERLAP: the next kernel reads nothing that this one writes, so it may start when the last programs of this one
-    leave processors idle. It ends after this one. The kernel that follows `prepare_kernel` (SUM_K) waits for it.
+    leave processors idle. It ends after this one. The kernel that follows `preprocess_kernel` (SUM_K) waits for it.
     """
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)

@@ -9,7 +9,7 @@ from ..common.device.structs import KernelConfig
 from ..common.kernel_call import call_shape, sequences_and_window, view
 from ..common.kernel_config import costly_term, flag_count, is_even, launch_options, tile_of
 from ..common.launch import Launch, Memory, Target, can_overlap, named, overlapped
-from ..common.preprocess import prepare_launch, row_statistics
+from ..common.preprocess import preprocess_launch, row_statistics
 from ..common.renormalise import renormalised
 from ..common.repair import LINE, repair_backward_kernel
 from ..common.repair_launches import repair
@@ -28,7 +28,7 @@ def named_launches(
     flags = flag_count(request, both=True)
     flag = memory.empty((flags,), torch.int32) if flags else None
     passes = backward_launches(request, bwd_inputs, grads, row_statistics(request, memory), flag, target.gpu)
-    names = ("prepare", "key", *["value"] * (len(passes) > 3), "query")
+    names = ("preprocess", "key", *["value"] * (len(passes) > 3), "query")
     cleared = clear_launches(*grads, request.cu_q, request.cu_k, target.gpu)
     return (
         named("(renormalise)", first)
@@ -50,7 +50,7 @@ def backward_launches(
     q, size = request.q, call_shape(request)
     dq, dk, dv = grads
     overlap = can_overlap(gpu)
-    prepare, saved = prepare_launch(request, bwd_inputs, statistics, overlap)
+    preprocess, saved = preprocess_launch(request, bwd_inputs, statistics, overlap)
     scoring, scale, rate = folded(request, gpu, derivative=True)
     scalars = *sequences_and_window(request), scale, rate
     program = scoring | {"MASK_MOD": mask_mod(request)} | overlapped(overlap)
@@ -86,7 +86,7 @@ def backward_launches(
         )
         for (sum_k, sum_v), start in zip(sums, starts, strict=True)
     ]
-    return [prepare, *keys, query]
+    return [preprocess, *keys, query]
 
 
 def _padded(flags: int) -> int:
