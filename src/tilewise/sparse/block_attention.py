@@ -17,6 +17,7 @@ from torch import Tensor
 from ..autograd import first_order
 from ..ops.dense import registered
 from ..request import BackwardInputs, Gpu, Request, Spec, arguments, gpu_of
+from .checks import by_gradient
 
 _library = torch.library.Library("tilewise_sparse", "FRAGMENT")
 _library.define(
@@ -141,9 +142,13 @@ class BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, out, lse, starts, *lists = ctx.saved_tensors
         choices = Sorted(*lists) if lists else None
-        with torch.no_grad():
-            grads = _gradients((q, k, v), (out, lse, dout.contiguous()), choices, starts, ctx.sizes)
-        return *first_order(FIRST_ORDER, grads, q, k, v, dout), None, None, None
+
+        def gradients(dout: Tensor) -> Any:
+            with torch.no_grad():
+                grads = _gradients((q, k, v), (out, lse, dout.contiguous()), choices, starts, ctx.sizes)
+            return tuple(first_order(FIRST_ORDER, grads, q, k, v, dout))
+
+        return *by_gradient(gradients, dout), None, None, None
 
 
 def _gradients(
@@ -365,7 +370,7 @@ def _combine(
     if part_lse is None:
         for slot in range(positions.shape[1]):
             total = total + padded.index_select(0, positions[:, slot]).to(wide)
-        return total.to(dtype), total.new_empty(0)
+        return total.to(dtype).contiguous(), total.new_empty(0)
     first = part_lse.new_full(shape[:2], -torch.inf) if lse is None else lse
     logs = torch.cat([part_lse.mT, part_lse.new_full((1, len(part_lse)), -torch.inf)])[positions.long()]
     logs = torch.cat([first[:, None], logs], 1)  # (lines, 1 + most, G)
@@ -374,7 +379,7 @@ def _combine(
     total = total * weights[:, 0]
     for slot in range(positions.shape[1]):
         total = total + padded.index_select(0, positions[:, slot]).to(wide) * weights[:, 1 + slot]
-    return total.to(dtype), merged
+    return total.to(dtype).contiguous(), merged.contiguous()
 
 
 @torch.library.register_fake("tilewise_sparse::combine", lib=_library)
@@ -407,7 +412,7 @@ def _row_dots(a: Tensor, b: Tensor) -> Tensor:
         with torch.cuda.device_of(a):
             return combine_parts.row_dots(a.contiguous(), b.contiguous())
     dtype = torch.promote_types(a.dtype, torch.float32)
-    return (a.to(dtype) * b.to(dtype)).sum(-1)
+    return (a.to(dtype) * b.to(dtype)).sum(-1).contiguous()
 
 
 @torch.library.register_fake("tilewise_sparse::row_dots", lib=_library)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..errors import AttentionError, shown
 from ..options import Options
-from ..validation.dense import checked_request, to_bshd
-from ..validation.offsets import as_int32_offsets
+from ..validation.dense import DTYPES, to_bshd
 from .block_attention import BlockAttention, Sizes, attend_dense
+from .checks import check_divides, check_sizes, checked_batch, checked_packed, is_transformed, looped, named
+from .masked import attend_masked, attend_masked_packed
 from .packed import best_of, block_means, packed_blocks
 
 Gate = Callable[[Tensor, Tensor, int], Tensor]
@@ -20,6 +21,7 @@ _library = torch.library.Library("tilewise_sparse", "FRAGMENT")
 _library.define("blocks_by_mean_key(Tensor q, Tensor k, SymInt block_size, SymInt most) -> Tensor")
 
 
+@named
 def mean_key_gate(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     """How much a query wants a block: q . mean(the block's keys).
 
@@ -30,13 +32,19 @@ def mean_key_gate(q: Tensor, k: Tensor, block_size: int) -> Tensor:
 
     Returns:
         (B, S, H, blocks), in float32 (float64 for float64).
+
+    Raises:
+        AttentionError: block_size does not divide S.
     """
+    check_sizes(block_size=block_size)
+    check_divides(block_size, k.shape[1])
     dtype = torch.promote_types(q.dtype, torch.float32)
     means = k.unflatten(1, (-1, block_size)).mean(2, dtype=dtype)  # (B, blocks, Hk, D)
     grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))  # (B, S, Hk, G, D)
     return torch.einsum("bshgd,bnhd->bshgn", grouped, means).flatten(2, 3)
 
 
+@named
 def moba(
     q: Tensor,
     k: Tensor,
@@ -76,27 +84,28 @@ def moba(
         AttentionError: an argument is not as above.
     """
     q, k, v = to_bshd(q, k, v)
+    check_sizes(block_size=block_size, top_k=top_k)
+    options: Options = {"causal": True, "scale": scale, "backend": backend}
     if cu_seqlens is not None:
         if gate is not None:
-            raise AttentionError("gate of moba", "one with cu_seqlens", "None: packed sequences have the mean key's")
-        return _packed(q, k, v, cu_seqlens, (block_size, top_k), {"causal": True, "scale": scale, "backend": backend})
-    _check(q, k, v, block_size, top_k)
+            raise AttentionError("gate", "one with cu_seqlens", "None: packed sequences have the mean key's")
+        return _packed(q, k, v, cu_seqlens, (block_size, top_k), options)
+    spec = checked_batch(q, k, v, block_size, options)
+    if gate is not None and not callable(gate):
+        raise AttentionError("gate", shown(gate), "a function gate(q, k, block_size), or None")
     blocks = q.shape[1] // block_size
     chosen = None
     if min(top_k, blocks) > 1:
         with torch.no_grad():
             chosen = _chosen(q, k, block_size, min(top_k, blocks) - 1, gate)
-    options: Options = {"causal": True, "scale": scale, "backend": backend}
-    spec = checked_request(q, k, v, (), (), options).spec
+    if is_transformed():
+        return attend_masked(q, k, v, chosen, block_size, options)
     return attend_dense(q, k, v, chosen, block_size, spec)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[int, int], options: Options) -> Tensor:
-    block_size, top_k = _checked_numbers(*numbers)
-    cu_seqlens = as_int32_offsets(cu_seqlens)
-    request = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options)
-    if len(q) != len(k):
-        raise AttentionError("tokens of k of moba", len(k), f"q's {len(q)}")
+    block_size, top_k = numbers
+    spec, cu_seqlens = checked_packed(q, k, v, cu_seqlens, options)
     blocks = packed_blocks(cu_seqlens, len(q), block_size)
     chosen, most = None, min(top_k, len(blocks.starts) - 1) - 1
     if most > 0:
@@ -106,7 +115,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[
             grouped = q.detach().to(dtype).unflatten(1, (k.shape[1], -1))
             wanted = torch.einsum("thgd,nhd->thgn", grouped, means).flatten(1, 2)
             chosen = best_of(wanted, blocks.first, blocks.own, most)
-    sizes = Sizes(request.spec, block_size, False, None)
+    if is_transformed():
+        return attend_masked_packed((q, k, v), chosen, (cu_seqlens, blocks), block_size, options)
+    sizes = Sizes(spec, block_size, False, None)
     out: Tensor = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
     return out
 
@@ -117,7 +128,7 @@ def _chosen(q: Tensor, k: Tensor, block_size: int, most: int, gate: Gate | None)
         found: Tensor = torch.ops.tilewise_sparse.blocks_by_mean_key(q, k, block_size, most)
         return found
     wanted = gate(q, k, block_size)
-    _check_gate(wanted, (*q.shape[:3], q.shape[1] // block_size))
+    _check_gate(wanted, (*q.shape[:3], q.shape[1] // block_size), q.device)
     return best_before(wanted, block_size, most)
 
 
@@ -138,6 +149,11 @@ def _blocks_by_mean_key_fake(q: Tensor, k: Tensor, block_size: int, most: int) -
     return q.new_empty((*q.shape[:3], most), dtype=torch.int32)
 
 
+torch.library.register_vmap(
+    "tilewise_sparse::blocks_by_mean_key", looped(torch.ops.tilewise_sparse.blocks_by_mean_key), lib=_library
+)
+
+
 def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
     """(B, S, H, most): the blocks with the largest numbers in `wanted`, (B, S, H, blocks), among those wholly before
     the query; -1 where there are fewer."""
@@ -147,28 +163,9 @@ def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
     return found
 
 
-def _checked_numbers(block_size: int, top_k: int) -> tuple[int, int]:
-    for name, number in (("block_size", block_size), ("top_k", top_k)):
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
-            raise AttentionError(f"{name} of moba", shown(number), "an int, at least 1 and below 2^31")
-    return block_size, top_k
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, top_k: int) -> None:
-    _checked_numbers(block_size, top_k)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 4:
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise AttentionError(f"shape of {name} of moba", found, "4 axes (batch, tokens, heads, dim)")
-        if x.shape[:2] != q.shape[:2]:
-            raise AttentionError(f"batch and tokens of {name} of moba", tuple(x.shape[:2]), f"q's {tuple(q.shape[:2])}")
-    if q.shape[1] % block_size:
-        raise AttentionError("block_size of moba", block_size, f"a number that divides the {q.shape[1]} tokens")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise AttentionError("heads of q of moba", q.shape[2], f"a multiple of k's {k.shape[2]}")
-
-
-def _check_gate(wanted: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(wanted, Tensor) or tuple(wanted.shape) != shape:
-        found = tuple(wanted.shape) if isinstance(wanted, Tensor) else type(wanted).__name__
-        raise AttentionError("what the gate of moba returned", found, f"a tensor (B, S, H, blocks), {shape}")
+def _check_gate(wanted: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    fits = isinstance(wanted, Tensor) and wanted.dtype in DTYPES and wanted.device == device
+    if not fits or tuple(wanted.shape) != shape:
+        raise AttentionError(
+            "result of gate", shown(wanted), f"a tensor (B, S, H, blocks), {shape}, of floats on {device}"
+        )

@@ -28,6 +28,7 @@ from ..plan_cache import is_eager
 from ..request import BackwardInputs, Request, Spec, arguments
 from ..torch_internals import constant
 from ..validation.dense import checked_request, is_cast
+from .checks import named
 
 TILE = 128  # tokens of a box: those of a block mask's tile
 LAYOUTS = 64  # grids whose permutation and mask are kept
@@ -84,6 +85,7 @@ class Layout(NamedTuple):
     token_boxes: tuple[int, ...]
 
 
+@named
 def neighborhood(
     q: Tensor,
     k: Tensor,

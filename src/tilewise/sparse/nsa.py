@@ -20,14 +20,25 @@ from ..autograd import first_order
 from ..errors import AttentionError, shown
 from ..mods import mask_mod
 from ..request import gpu_of
-from ..validation.dense import checked_request, to_bshd
-from ..validation.offsets import as_int32_offsets
+from ..validation.dense import DTYPES, to_bshd
 from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
+from .checks import (
+    by_gradient,
+    check_indices,
+    check_sizes,
+    checked_batch,
+    checked_packed,
+    is_transformed,
+    looped,
+    named,
+)
+from .masked import attend_masked, attend_masked_packed
 from .packed import best_of, block_means, packed_blocks
 from .topk import topk
 
 _library = torch.library.Library("tilewise_sparse", "FRAGMENT")
 _library.define("block_weights(Tensor q, Tensor keys, Tensor lse, SymInt block_size, float scale) -> Tensor")
+_library.define("block_tokens(Tensor blocks, SymInt block_size) -> Tensor")
 _library.define("gated_sum(Tensor[] outs, Tensor[] gates) -> Tensor")
 _library.define("gated_sum_backward(Tensor dout, Tensor[] outs, Tensor[] gates) -> Tensor[]")
 CHUNK = 1 << 24  # weights of the compressed branch that are computed at a time to select blocks
@@ -38,6 +49,7 @@ def _ended_blocks(b, h, q_idx, kv_idx, block_size):  # type: ignore[no-untyped-d
     return (kv_idx + 1) * block_size <= q_idx + 1
 
 
+@named
 def nsa(
     q: Tensor,
     k: Tensor,
@@ -75,7 +87,8 @@ def nsa(
         window: tokens of the window branch, the query included.
         compressed: the keys (B, S / block_size, Hk, D) and values of the blocks. Default: the means of their keys and
             values.
-        blocks: (B, S, Hk, n) int32 or int64: the selected blocks of each query, -1 for none, no block twice. Default
+        blocks: (B, S, Hk, n) int32 or int64: the selected blocks of each query up to its own, -1 for none, no block
+            twice. On a GPU that is not checked (TILEWISE_CHECK=1 does), and a later block counts as none. Default
             `selected_blocks`.
         scale: as in `tilewise.attention`.
         cu_seqlens: (sequences + 1,) integers, the offsets of packed sequences as in `tilewise.attention_varlen`. Only
@@ -90,41 +103,38 @@ def nsa(
         AttentionError: an argument is not as above.
     """
     q, k, v = to_bshd(q, k, v)
+    check_sizes(block_size=block_size, num_blocks=num_blocks, window=window)
+    options: Any = {"scale": scale, "backend": backend}
     if cu_seqlens is not None:
         if compressed is not None or blocks is not None:
-            raise AttentionError("compressed and blocks of nsa", "given with cu_seqlens", "None for packed sequences")
-        numbers = {"block_size": block_size, "num_blocks": num_blocks, "window": window}
-        return _packed((q, k, v), gates, cu_seqlens, numbers, {"scale": scale, "backend": backend})
-    _check(q, k, v, gates, {"block_size": block_size, "num_blocks": num_blocks, "window": window})
-    if compressed is None:
-        compressed = _means(k, block_size), _means(v, block_size)
-    keys, values = to_bshd(*_checked(compressed, k, v, block_size), v)[:2]
-    options: Any = {"scale": scale, "backend": backend}
+            raise AttentionError("compressed and blocks", "given with cu_seqlens", "None for packed sequences")
+        return _packed((q, k, v), gates, cu_seqlens, (block_size, num_blocks, window), options)
+    spec = checked_batch(q, k, v, block_size, options | {"causal": True})
+    _check_gates(gates, q)
+    keys, values = _block_keys(compressed, k, v, block_size)
     near = attention(q, k, v, causal=True, window=(window - 1, 0), **options)
     coarse, lse = attention(q, keys, values, mask_mod=_ended_blocks(block_size), return_lse=True, **options)
     chosen: Any
     if blocks is None:
         blocks = selected_blocks(q, keys, lse, block_size=block_size, num_blocks=num_blocks, scale=scale)
-        spec = checked_request(q, k, v, (), (), options | {"causal": True}).spec
         others = blocks[..., 1:] if blocks.shape[3] > 1 else None
-        chosen = attend_dense(q, k, v, others, block_size, spec)
+        if is_transformed():
+            chosen = attend_masked(q, k, v, others, block_size, options | {"causal": True})
+        else:
+            chosen = attend_dense(q, k, v, others, block_size, spec)
     else:
-        chosen = topk(q, k, v, _tokens(blocks, q, k, block_size), **options)
-    found: Tensor = GatedSum.apply(coarse, chosen, near, *gates)  # type: ignore[no-untyped-call]
-    return found
+        _check_blocks(blocks, q, k)
+        chosen = topk(q, k, v, torch.ops.tilewise_sparse.block_tokens(blocks, block_size), **options)
+    return _gated(coarse, chosen, near, *gates)
 
 
 def _packed(
-    inputs: tuple[Tensor, ...], gates: Any, cu_seqlens: Tensor, numbers: dict[str, int], options: Any
+    inputs: tuple[Tensor, ...], gates: Any, cu_seqlens: Tensor, numbers: tuple[int, int, int], options: Any
 ) -> Tensor:
     q, k, v = inputs
-    cu_seqlens = as_int32_offsets(cu_seqlens)
-    spec = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options | {"causal": True}).spec
-    if len(q) != len(k):
-        raise AttentionError("tokens of k of nsa", len(k), f"q's {len(q)}")
-    _check_numbers(numbers)
-    _check_gates(gates, q.shape[:2])
-    block_size, num_blocks, window = numbers.values()
+    spec, cu_seqlens = checked_packed(q, k, v, cu_seqlens, options | {"causal": True})
+    _check_gates(gates, q)
+    block_size, num_blocks, window = numbers
     blocks = packed_blocks(cu_seqlens, len(q), block_size)
     keys, values = (block_means(x, blocks, block_size).to(x.dtype) for x in (k, v))
     near = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True, window=(window - 1, 0), **options)
@@ -136,9 +146,21 @@ def _packed(
         with torch.no_grad():
             weight = _packed_weights(q, keys, lse, spec.scale)
             chosen = best_of(weight, blocks.first, blocks.own, most)
-    sizes = Sizes(spec, block_size, False, None)
-    selected = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
-    found: Tensor = GatedSum.apply(coarse, selected, near, *gates)  # type: ignore[no-untyped-call]
+    selected: Any
+    if is_transformed():
+        causal = options | {"causal": True}
+        selected = attend_masked_packed(inputs, chosen, (cu_seqlens, blocks), block_size, causal)
+    else:
+        sizes = Sizes(spec, block_size, False, None)
+        selected = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
+    return _gated(coarse, selected, near, *gates)
+
+
+def _gated(*branches: Tensor) -> Tensor:
+    """The three outs times their gates."""
+    if is_transformed():
+        return _weighted(branches[:3], branches[3:])
+    found: Tensor = GatedSum.apply(*branches)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -155,6 +177,7 @@ def _packed_weights(q: Tensor, keys: Tensor, lse: Tensor, scale: float) -> Tenso
     return torch.cat(found) if found else q.new_zeros((0, keys.shape[1], len(keys)), dtype=dtype)
 
 
+@named
 @torch.no_grad()
 def selected_blocks(
     q: Tensor, keys: Tensor, lse: Tensor, *, block_size: int, num_blocks: int, scale: float | None = None
@@ -173,7 +196,11 @@ def selected_blocks(
     Returns:
         (B, S, Hk, min(num_blocks, blocks)) int64, -1 where a query has fewer; its own block is first, the others in any
         order.
+
+    Raises:
+        AttentionError: block_size or num_blocks is not an int above 0.
     """
+    check_sizes(block_size=block_size, num_blocks=num_blocks)
     batch, n = q.shape[:2]
     others = min(num_blocks, keys.shape[1]) - 1
     own = torch.arange(n, device=q.device).div(block_size, rounding_mode="floor")
@@ -210,7 +237,12 @@ def _block_weights(q: Tensor, keys: Tensor, lse: Tensor, block_size: int, scale:
         weight = torch.exp(scores - sums.masked_fill(sums == -torch.inf, torch.inf)).sum(3)  # (B, rows, Hk, blocks)
         before = torch.arange(count, device=q.device) < own[rows, None]  # (rows, blocks)
         found.append(weight.masked_fill(~before[None, :, None], -1.0))
-    return torch.cat(found, 1)
+    return torch.cat(found, 1).contiguous()
+
+
+torch.library.register_vmap(
+    "tilewise_sparse::block_weights", looped(torch.ops.tilewise_sparse.block_weights), lib=_library
+)
 
 
 @torch.library.register_fake("tilewise_sparse::block_weights", lib=_library)
@@ -231,9 +263,13 @@ class GatedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         saved = ctx.saved_tensors
-        grads = torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:])
-        is_kernel = dout.is_cuda and dout.dtype != torch.float64
-        return tuple(first_order(FIRST_ORDER, grads, dout, *saved) if is_kernel else grads)
+
+        def gradients(dout: Tensor) -> Any:
+            grads = torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:])
+            is_kernel = dout.is_cuda and dout.dtype != torch.float64
+            return tuple(first_order(FIRST_ORDER, grads, dout, *saved) if is_kernel else grads)
+
+        return by_gradient(gradients, dout)
 
 
 @torch.library.impl(_library, "gated_sum", "CompositeExplicitAutograd")
@@ -246,6 +282,10 @@ def _gated_sum(outs: list[Tensor], gates: list[Tensor]) -> Tensor:
         with torch.cuda.device_of(total):
             kernels.gated_launch(kernels.GateTensors(rows, weights, None, None, total))()
         return total
+    return _weighted(outs, gates).contiguous()
+
+
+def _weighted(outs: Sequence[Tensor], gates: Sequence[Tensor]) -> Tensor:
     dtype = torch.promote_types(outs[0].dtype, torch.float32)
     parts = [out.to(dtype) * gate.to(dtype)[..., None] for out, gate in zip(outs, gates, strict=True)]
     return sum(parts[1:], parts[0]).to(outs[0].dtype)
@@ -266,7 +306,7 @@ def _gated_sum_backward(dout: Tensor, outs: list[Tensor], gates: list[Tensor]) -
     wide = dout.to(dtype)
     douts = [(wide * gate.to(dtype)[..., None]).to(out.dtype) for out, gate in zip(outs, gates, strict=True)]
     dgates = [(wide * out.to(dtype)).sum(-1).to(gate.dtype) for out, gate in zip(outs, gates, strict=True)]
-    return [*douts, *dgates]
+    return [x.contiguous() for x in (*douts, *dgates)]
 
 
 @torch.library.register_fake("tilewise_sparse::gated_sum", lib=_library)
@@ -279,16 +319,34 @@ def _gated_sum_backward_fake(dout: Tensor, outs: list[Tensor], gates: list[Tenso
     return [x.new_empty(x.shape) for x in (*outs, *gates)]
 
 
-def _tokens(blocks: Tensor, q: Tensor, k: Tensor, block_size: int) -> Tensor:
+def _check_blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
+    if not isinstance(blocks, Tensor) or blocks.dtype not in (torch.int32, torch.int64):
+        raise AttentionError("blocks", shown(blocks), "(B, S, Hk, n) int32 or int64")
+    if blocks.dim() != 4 or blocks.shape[:3] != (*q.shape[:2], k.shape[2]) or blocks.shape[3] == 0:
+        raise AttentionError("shape of blocks", tuple(blocks.shape), f"{(*q.shape[:2], k.shape[2])} and n at least 1")
+    if blocks.device != q.device:
+        raise AttentionError("device of blocks", blocks.device, f"q's {q.device}")
+
+
+@torch.library.impl(_library, "block_tokens", "CompositeExplicitAutograd")
+def _block_tokens(blocks: Tensor, block_size: int) -> Tensor:
     """(B, S, Hk, n * block_size) int32: the tokens of the blocks up to the query, -1 for the others."""
-    if not isinstance(blocks, Tensor) or blocks.dim() != 4 or blocks.dtype not in (torch.int32, torch.int64):
-        found = f"{blocks.dtype} {tuple(blocks.shape)}" if isinstance(blocks, Tensor) else type(blocks).__name__
-        raise AttentionError("blocks of nsa", found, "(B, S, Hk, n) int32 or int64")
-    if blocks.shape[:3] != (*q.shape[:2], k.shape[2]):
-        raise AttentionError("shape of blocks of nsa", tuple(blocks.shape), f"{(*q.shape[:2], k.shape[2])} and n")
-    tokens = blocks.int()[..., None] * block_size + torch.arange(block_size, device=q.device, dtype=torch.int32)
-    at = torch.arange(q.shape[1], device=q.device).view(1, -1, 1, 1, 1)
-    return torch.where((blocks[..., None] >= 0) & (tokens <= at), tokens, -1).flatten(3)
+    at = torch.arange(blocks.shape[1], device=blocks.device, dtype=torch.int32)[:, None, None]
+    own = torch.div(at, block_size, rounding_mode="floor")
+    check_indices("blocks", "nsa", blocks, own)
+    blocks = torch.where((blocks >= 0) & (blocks <= own), blocks, -1).int()  # only now: int32 would wrap
+    tokens = blocks[..., None] * block_size + torch.arange(block_size, device=blocks.device, dtype=torch.int32)
+    return torch.where((blocks[..., None] >= 0) & (tokens <= at[..., None]), tokens, -1).flatten(3).contiguous()
+
+
+@torch.library.register_fake("tilewise_sparse::block_tokens", lib=_library)
+def _block_tokens_fake(blocks: Tensor, block_size: int) -> Tensor:
+    return blocks.new_empty((*blocks.shape[:3], blocks.shape[3] * block_size), dtype=torch.int32)
+
+
+torch.library.register_vmap(
+    "tilewise_sparse::block_tokens", looped(torch.ops.tilewise_sparse.block_tokens), lib=_library
+)
 
 
 def _means(x: Tensor, block_size: int) -> Tensor:
@@ -298,36 +356,25 @@ def _means(x: Tensor, block_size: int) -> Tensor:
     return means
 
 
-def _checked(compressed: Any, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def _block_keys(compressed: Any, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of the compressed branch."""
+    if compressed is None:
+        return _means(k, block_size), _means(v, block_size)
     expected = [(k.shape[0], k.shape[1] // block_size, *x.shape[2:]) for x in (k, v)]
     is_pair = isinstance(compressed, (tuple, list))
     if not is_pair or [tuple(x.shape) if isinstance(x, Tensor) else () for x in compressed] != expected:
-        given = compressed if is_pair else [compressed]
-        found = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in given]
-        raise AttentionError("compressed of nsa", found, f"keys and values {expected[0]} and {expected[1]}")
-    return compressed[0], compressed[1]
+        raise AttentionError("compressed", shown(compressed), f"keys and values {expected[0]} and {expected[1]}")
+    keys, values, _ = to_bshd(compressed[0], compressed[1], v)
+    for x in (keys, values):
+        if x.dtype != k.dtype or x.device != k.device:
+            raise AttentionError("dtype of compressed", f"{x.dtype} on {x.device}", f"k's {k.dtype} on {k.device}")
+    return keys, values
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, gates: Any, numbers: dict[str, int]) -> None:
-    _check_numbers(numbers)
-    for name, y in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(y, Tensor) or y.dim() != 4 or y.shape[:2] != q.shape[:2]:
-            found = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            raise AttentionError(f"shape of {name} of nsa", found, "(B, S, heads, dim), B and S as q's")
-    if q.shape[1] % numbers["block_size"]:
-        raise AttentionError(
-            "block_size of nsa", numbers["block_size"], f"a number that divides the {q.shape[1]} tokens"
-        )
-    _check_gates(gates, q.shape[:3])
-
-
-def _check_numbers(numbers: dict[str, int]) -> None:
-    for name, x in numbers.items():
-        if isinstance(x, bool) or not isinstance(x, int) or not 1 <= x < 2**31:
-            raise AttentionError(f"{name} of nsa", shown(x), "an int, at least 1 and below 2^31")
-
-
-def _check_gates(gates: Any, shape: Sequence[int]) -> None:
+def _check_gates(gates: Any, q: Tensor) -> None:
+    shape = q.shape[:-1]
     is_three = isinstance(gates, (tuple, list)) and len(gates) == 3
-    if not is_three or any(not isinstance(g, Tensor) or g.shape != shape for g in gates):
-        raise AttentionError("gates of nsa", type(gates).__name__, f"three tensors {tuple(shape)}")
+    if not is_three or any(not isinstance(g, Tensor) or g.shape != shape or g.dtype not in DTYPES for g in gates):
+        raise AttentionError("gates", shown(gates), f"three tensors {tuple(shape)} of floats")
+    if any(g.device != q.device for g in gates):
+        raise AttentionError("device of gates", tuple(str(g.device) for g in gates), f"q's {q.device}")

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import looped
+
 _library = torch.library.Library("tilewise_sparse", "FRAGMENT")
 _library.define("best_blocks(Tensor weight, Tensor first, Tensor own, SymInt most) -> Tensor")
 
@@ -78,3 +80,6 @@ def _best_blocks(weight: Tensor, first: Tensor, own: Tensor, most: int) -> Tenso
 @torch.library.register_fake("tilewise_sparse::best_blocks", lib=_library)
 def _best_blocks_fake(weight: Tensor, first: Tensor, own: Tensor, most: int) -> Tensor:
     return weight.new_empty((*weight.shape[:2], most), dtype=torch.int32)
+
+
+torch.library.register_vmap("tilewise_sparse::best_blocks", looped(torch.ops.tilewise_sparse.best_blocks), lib=_library)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ..autograd import first_order
 from ..errors import AttentionError, shown
-from ..request import Gpu, gpu_of, has_address
-from ..validation.dense import CHECK_CONTENTS, to_bshd
+from ..request import Gpu, gpu_of
+from ..validation.dense import DTYPES, to_bshd
+from .checks import by_gradient, check_indices, is_transformed, looped
 
 MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)
 FIRST_ORDER = "one of topk with backend='triton'", "backend='reference', which has second derivatives"
@@ -31,6 +32,7 @@ _library.define(
     f"topk_backward(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool deterministic, bool summed, {_inputs})"
     " -> (Tensor, Tensor, Tensor)"
 )
+_library.define("checked_indices(Tensor indices, SymInt keys) -> Tensor")
 
 
 def topk(
@@ -88,7 +90,14 @@ def topk(
         deterministic = torch.are_deterministic_algorithms_enabled()
     given = v if isinstance(v, Tensor) else None
     settings = values.shape[3], float(scale), deterministic, _backend(q, backend)
-    out, lse = Topk.apply(q, k, given, indices.contiguous(), settings)  # type: ignore[no-untyped-call]
+    if is_transformed():
+        if settings[3] != "reference":
+            found = "a torch.func transform or forward mode"
+            raise AttentionError("backend='triton' of topk", found, "backend='reference', or 'auto'")
+        indices = torch.ops.tilewise_sparse.checked_indices(indices, k.shape[1])
+        out, lse = _attended(q, k, values, indices, settings[1])
+    else:
+        out, lse = Topk.apply(q, k, given, indices.contiguous(), settings)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
@@ -109,17 +118,39 @@ class Topk(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, indices, out, lse = ctx.saved_tensors
         columns, scale, deterministic, backend = ctx.settings
-        dout = torch.zeros_like(out) if dout is None else dout
         values = k[..., :columns] if v is None else v
-        grads = torch.ops.tilewise_sparse.topk_backward(
-            out, lse, dout, dlse, deterministic, v is None, q, k, values, indices, scale, backend
-        )
-        dq, dk, dv = first_order(FIRST_ORDER, grads, q, k, v, dout, dlse) if backend == "triton" else grads
+        is_again = torch.is_grad_enabled() and backend == "reference" and not torch.compiler.is_compiling()
+        backward: Any = _backward if is_again else torch.ops.tilewise_sparse.topk_backward  # torch differentiates it
+
+        def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
+            dout = torch.zeros_like(out) if dout is None else dout
+            grads = backward(out, lse, dout, dlse, deterministic, v is None, q, k, values, indices, scale, backend)
+            return tuple(first_order(FIRST_ORDER, grads, q, k, v, dout, dlse) if backend == "triton" else grads)
+
+        dq, dk, dv = by_gradient(gradients, dout, dlse)
         return dq, dk, None if v is None else dv, None, None
+
+
+@torch.library.impl(_library, "checked_indices", "CompositeExplicitAutograd")
+def _checked_indices(indices: Tensor, keys: int) -> Tensor:
+    """A copy: an op with a rule of vmap, so that the check reads plain tensors."""
+    check_indices("indices", "topk", indices, keys - 1)
+    return indices.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("tilewise_sparse::checked_indices", lib=_library)
+def _checked_indices_fake(indices: Tensor, keys: int) -> Tensor:
+    return indices.new_empty(indices.shape)
+
+
+torch.library.register_vmap(
+    "tilewise_sparse::checked_indices", looped(torch.ops.tilewise_sparse.checked_indices), lib=_library
+)
 
 
 @torch.library.impl(_library, "topk", "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+    check_indices("indices", "topk", indices, k.shape[1] - 1)
     if backend == "triton":
         from ..backends.common import topk as kernels
 
@@ -132,14 +163,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, bac
                 if hopper.supports(q, k, v, scale):
                     return hopper.forward(q, k, indices, scale)
             return kernels.forward(kernels.Inputs(q, k, v, indices, scale), gpu)
+    out, lse = _attended(q, k, v, indices, scale)
+    return out.contiguous(), lse.contiguous()
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the reference, which torch.func and forward mode differentiate and batch too."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros((*q.shape[:3], v.shape[3]))
-    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
-    for rows, part in _parts(q, k, v, indices, scale):
+    n = 0 if k.shape[1] else q.shape[1]  # without keys there are no parts
+    outs = [q.new_zeros((q.shape[0], n, q.shape[2], v.shape[3]))]
+    sums = [q.new_full((q.shape[0], q.shape[2], n), -torch.inf, dtype=dtype)]
+    for _, part in _parts(q, k, v, indices, scale):
         p, log_sum = _softmax(part.scores)
-        out[:, rows] = torch.einsum("bchgk,bchkd->bchgd", p, part.v).flatten(2, 3).to(q.dtype)
-        lse[:, :, rows] = log_sum.flatten(2, 3).transpose(1, 2)
-    return out, lse
+        outs.append(torch.einsum("bchgk,bchkd->bchgd", p, part.v).flatten(2, 3).to(q.dtype))
+        sums.append(log_sum.flatten(2, 3).transpose(1, 2))
+    return torch.cat(outs, 1), torch.cat(sums, 2)
 
 
 @torch.library.impl(_library, "topk_backward", "CompositeExplicitAutograd")
@@ -166,7 +204,7 @@ def _backward(
         with torch.cuda.device_of(q):
             return kernels.backward(kernels.Inputs(q, k, v, indices, scale), saved, gpu, summed)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.zeros_like(q)
+    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
     group = k.shape[2]
     for rows, part in _parts(q, k, v, indices, scale):
@@ -181,11 +219,12 @@ def _backward(
         ds = scale * (p * (dp - delta)).masked_fill(~part.seen, 0.0)
         dq[:, rows] = torch.einsum("bchgk,bchkd->bchgd", ds, part.k).flatten(2, 3).to(q.dtype)
         # a sum over equal indices in a fixed order, on a GPU too: index_put_ sorts them
-        dk.index_put_(part.at, torch.einsum("bchgk,bchgd->bchkd", ds, part.q), accumulate=True)
-        dv.index_put_(part.at, torch.einsum("bchgk,bchgd->bchkd", p, do), accumulate=True)
+        for total, weights, x in ((dk, ds, part.q), (dv, p, do)):
+            summand = torch.einsum("bchgk,bchgd->bchkd", weights, x)
+            total.index_put_(part.at, summand.masked_fill(part.hide, 0.0), accumulate=True)  # 0 * nan is nan
     if summed:
         dk[..., : v.shape[3]] += dv
-    return dq, dk.to(k.dtype), dv[..., :0].to(v.dtype) if summed else dv.to(v.dtype)
+    return dq, dk.to(k.dtype), v.new_empty((*v.shape[:3], 0)) if summed else dv.to(v.dtype)
 
 
 @torch.library.register_fake("tilewise_sparse::topk", lib=_library)
@@ -199,7 +238,7 @@ def _backward_fake(
     out: Tensor, lse: Tensor, dout: Any, dlse: Any, deterministic: bool, summed: bool, *inputs: Any
 ) -> Any:
     q, k, v = (x.new_empty(x.shape) for x in inputs[:3])
-    return q, k, v[..., :0].clone() if summed else v
+    return q, k, v.new_empty((*v.shape[:3], 0)) if summed else v
 
 
 class Part:
@@ -213,9 +252,9 @@ class Part:
         b = torch.arange(batch, device=q.device).view(-1, 1, 1, 1)
         h = torch.arange(kv_heads, device=q.device).view(1, 1, -1, 1)
         self.at = b, torch.where(seen, indices, 0).long(), h
-        hide = ~seen.unsqueeze(-1)
+        self.hide = ~seen.unsqueeze(-1)
         self.q = q.to(dtype).unflatten(2, (kv_heads, -1))
-        self.k, self.v = (x[self.at].to(dtype).masked_fill(hide, 0.0) for x in (k, v))
+        self.k, self.v = (x[self.at].to(dtype).masked_fill(self.hide, 0.0) for x in (k, v))
         self.seen = seen.unsqueeze(3)
         scores = scale * torch.einsum("bchgd,bchkd->bchgk", self.q, self.k)
         self.scores = scores.masked_fill(~self.seen, -torch.inf)
@@ -262,9 +301,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
             raise AttentionError(f"shape of {name} of topk", shape, "a tensor with 4 axes")
         if x.device != q.device:
             raise AttentionError(f"device of {name} of topk", x.device, f"q's {q.device}")
+    if q.dtype not in DTYPES:
+        raise AttentionError("dtype of q of topk", q.dtype, " or ".join(map(str, DTYPES)))
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype or not q.is_floating_point():
-            raise AttentionError(f"dtype of {name} of topk", x.dtype, f"q's {q.dtype}, a float")
+        if x.dtype != q.dtype:
+            raise AttentionError(f"dtype of {name} of topk", x.dtype, f"q's {q.dtype}")
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         found = f"{tuple(k.shape)} and {tuple(v.shape)}"
         raise AttentionError("shapes of k and v of topk", found, f"(B, Sk, Hk, D) of q's {tuple(q.shape)}, and Dv")
@@ -277,17 +318,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
     if indices.shape[:3] != (*q.shape[:2], k.shape[2]) or indices.shape[3] == 0:
         expected = f"(B, Sq, Hk, K), {(*q.shape[:2], k.shape[2])} and K at least 1"
         raise AttentionError("shape of indices of topk", tuple(indices.shape), expected)
-    is_read = indices.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(indices)
-    if (is_read or CHECK_CONTENTS) and indices.numel():
-        _check_contents(indices, k.shape[1])
-
-
-def _check_contents(indices: Tensor, n_k: int) -> None:
-    least, most = int(indices.min()), int(indices.max())
-    if least < -1 or most >= n_k:
-        raise AttentionError("indices of topk", least if least < -1 else most, f"-1 for none, or 0 to {n_k - 1}")
-    ordered = indices.sort(-1).values
-    again = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).nonzero()
-    if len(again):
-        b, i, h, n = again[0].tolist()
-        raise AttentionError(f"indices[{b}, {i}, {h}] of topk", f"key {int(ordered[b, i, h, n])} twice", "no key twice")

@@ -105,7 +105,7 @@ def test_compiled() -> None:
         ({"block_size": 4, "top_k": 0}, "top_k of moba: found 0; expected an int, at least 1"),
         ({"block_size": 4, "top_k": 2.0}, "top_k of moba: found 2.0"),
         ({"block_size": 4, "top_k": True}, "top_k of moba: found True"),
-        ({"block_size": 4, "top_k": 2, "gate": lambda q, k, n: q}, "what the gate of moba returned"),
+        ({"block_size": 4, "top_k": 2, "gate": lambda q, k, n: q}, "result of gate of moba: found a tensor"),
     ],
 )
 def test_errors(options: dict, match: str) -> None:

@@ -155,7 +155,7 @@ def test_numbers_and_compressed() -> None:
     with pytest.raises(AttentionError, match="block_size of moba: found 1000"):
         sparse.moba(*x, block_size=10**30, top_k=2, cu_seqlens=cu)
     dense, some = [t[None] for t in x], tuple(g[None] for g in gates)
-    for wrong, found in ((1.5, "float"), (dense[1], "16, 2, 8"), ((dense[1],), "16, 2, 8")):
+    for wrong, found in ((1.5, "1.5"), (dense[1], "16, 2, 8"), ((dense[1],), "16, 2, 8")):
         with pytest.raises(AttentionError, match=f"compressed of nsa: found .*{found}"):
             sparse.nsa(*dense, some, block_size=4, num_blocks=2, window=3, compressed=wrong)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -193,9 +194,12 @@ def bad(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"indices": torch.full((2, 3, 2, 4), 5)}, "indices of topk: found 5; expected -1 for none, or 0 to 4"),
-        ({"indices": torch.full((2, 3, 2, 4), -2)}, "indices of topk: found -2"),
-        ({"indices": torch.full((2, 3, 2, 4), 1)}, r"indices\[0, 0, 0\] of topk: found key 1 twice"),
+        (
+            {"indices": torch.full((2, 3, 2, 4), 5)},
+            r"of topk: found 5; expected -1 for none, or 0 to 4",
+        ),
+        ({"indices": torch.full((2, 3, 2, 4), -2)}, r"indices\[0, 0, 0, 0\] of topk: found -2"),
+        ({"indices": torch.full((2, 3, 2, 4), 1)}, r"indices\[0, 0, 0\] of topk: found 1 twice"),
         ({"indices": torch.zeros(2, 3, 2, 0, dtype=torch.int32)}, "shape of indices of topk"),
         ({"indices": torch.zeros(2, 3, 1, 4, dtype=torch.int32)}, "shape of indices of topk"),
         ({"indices": torch.zeros(2, 3, 2, 4)}, "dtype of indices of topk: found torch.float32"),
@@ -232,3 +236,27 @@ def test_fake_tensors() -> None:
         out = sparse.topk(q, q, q, indices)
         out.sum().backward()
     assert out.shape == q.shape
+
+
+@pytest.mark.parametrize("found", [torch.nan, torch.inf])
+def test_queries_without_keys_do_not_leak(found: float, backend: str) -> None:
+    """Neither they nor their gradients reach a key: a slot of -1 names none, and 0 * nan is nan."""
+    q, k = torch.randn(1, 3, 1, 16), torch.randn(1, 5, 1, 16, requires_grad=True)
+    indices = torch.tensor([[3, 4], [2, -1], [-1, -1]]).view(1, 3, 1, 2)
+    dout = torch.randn(1, 3, 1, 16)
+    expected = torch.autograd.grad(sparse.topk(q, k, k, indices, backend=backend), k, dout)[0]
+    assert not expected[0, :2].any()
+    for poisoned in (q, dout):
+        poisoned[0, 2] = found
+    found_grad = torch.autograd.grad(sparse.topk(q, k, k, indices, backend=backend), k, dout)[0]
+    torch.testing.assert_close(found_grad, expected)
+
+
+def test_second_derivatives_do_not_warn() -> None:
+    """torch warned that the backward has no derivative of its own."""
+    q = torch.randn(1, 3, 1, 4, requires_grad=True)
+    indices = torch.tensor([[0, 2], [1, -1], [2, 1]]).view(1, 3, 1, 2)
+    (dq,) = torch.autograd.grad(sparse.topk(q, q, q, indices).square().sum(), q, create_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.autograd.grad(dq.square().sum(), q)
