@@ -74,7 +74,7 @@ from .mask_words import row_words
 from .pipeline import (
     ANY_VALUE,
     TileScheduler,
-    column_parts,
+    as_parts,
     make_mbarriers,
     make_tile_info,
     phase,
@@ -210,8 +210,8 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     v = loaded_operands(shared.kv.v, WG, BLOCK_M) if CONFIG.V_IN_REGISTERS else ()
     keys = key_rows(w, t, v, params, WG)
     place = queries.start
-    i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
-    words, shift = row_words(place, first, has_mask_mod, params.terms, BLOCK_M, acc_layout(BLOCK_M))
+    i0, may_be_partial = block_at(place, params.terms.blocks, BLOCK_M)
+    mask_words, shift = row_words(place, first, may_be_partial, params.terms, BLOCK_M, acc_layout(BLOCK_M))
     g = gl.to_tensor(0)
     h = queries.head
     mbarrier.wait(shared.q.full.index(n & 1), (n >> 1) & 1)
@@ -219,15 +219,15 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     q = parts_at(shared.q.tiles, (n & 1) + zero)
     s = issue_abt(parts_at(shared.kv.k, WG + zero), q)
     has_next = CONFIG.TWO_PASSES or n + 1 < end
-    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, has_next, 0, words, shift)
+    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), may_be_partial, has_next, 0, mask_words, shift)
     s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, True, CONFIG)
     for m in range(n + 1, end):
         tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
         place, g = next_block(queries, place, g, CONFIG)
-        i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
-        words, shift = row_words(place, first, has_mask_mod, params.terms, BLOCK_M, acc_layout(BLOCK_M))
+        i0, may_be_partial = block_at(place, params.terms.blocks, BLOCK_M)
+        mask_words, shift = row_words(place, first, may_be_partial, params.terms, BLOCK_M, acc_layout(BLOCK_M))
         edge, has_next = is_edge(queries, i0, CONFIG), CONFIG.TWO_PASSES or m + 1 < end
-        block = QueryBlock(m, h + g, i0, edge, has_mask_mod, has_next, tile, words, shift)
+        block = QueryBlock(m, h + g, i0, edge, may_be_partial, has_next, tile, mask_words, shift)
         s, dk, dv = attend_next(shared, (s, dk, dv), keys, block, params, WG, False, CONFIG)
     tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
     lines = load_lines(params.outputs, tile, WG, CONFIG)
@@ -314,7 +314,7 @@ def specialize_warps(inputs, params, CONFIG: gl.constexpr):
     shared = Shared(kv, make_row_pipeline(inputs.q, inputs.lse2), make_row_pipeline(inputs.do, inputs.delta), staging)
     tile_info = make_tile_info(4 if CONFIG.DQ_BY_TMA else 2)
     fence_async_shared()
-    gdc_launch_dependents()
+    gdc_launch_dependents()  # before the wait in `produce`: the postprocess waits for the end of this launch anyway
     if CONFIG.DQ_BY_TMA:
         gl.warp_specialize(
             [
@@ -401,12 +401,12 @@ def backward_kernel(
     """The arguments in the form in which Triton takes them (see ANY_VALUE): TMA descriptors and integers one by one."""
     start_warps(
         Inputs(
-            *(column_parts(q, q_rest), column_parts(k, k_rest), column_parts(v, v_rest), column_parts(do, do_rest)),
+            *(as_parts(q, q_rest), as_parts(k, k_rest), as_parts(v, v_rest), as_parts(do, do_rest)),
             *(lse2, delta),
         ),
         Params(
             Outputs(
-                *(dq_acc, dq_acc_desc, dq_lines, column_parts(dk, dk_rest), column_parts(dv, dv_rest)),
+                *(dq_acc, dq_acc_desc, dq_lines, as_parts(dk, dk_rest), as_parts(dv, dv_rest)),
                 *(dk_parts, dv_parts, flag, semaphores),
             ),
             *(

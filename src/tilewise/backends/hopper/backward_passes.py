@@ -97,18 +97,18 @@ def attend_values(shared, acc, keys, queries, n, params, WG: gl.constexpr, CONFI
     kv, rows, grads, _staging = shared
     end = n + num_blocks(queries, CONFIG)
     place = queries.start
-    i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
+    i0, may_be_partial = block_at(place, params.terms.blocks, BLOCK_M)
     h = queries.head
     g = gl.to_tensor(0)
     s, dv = acc
     lse2 = rows.statistics.index(n & 1).load(layout)
     mbarrier.arrive(rows.empty.index(n & 1), count=1)
-    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, True, 0)
+    block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), may_be_partial, True, 0)
     p = exponentiate(s, lse2, keys, block, params, CONFIG)
     for m in range(n, end - 1):
         place, g = next_block(queries, place, g, CONFIG)
-        i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
-        block = QueryBlock(m + 1, h + g, i0, is_edge(queries, i0, CONFIG), has_mask_mod, True, 0)
+        i0, may_be_partial = block_at(place, params.terms.blocks, BLOCK_M)
+        block = QueryBlock(m + 1, h + g, i0, is_edge(queries, i0, CONFIG), may_be_partial, True, 0)
         cur = m & 1
         new = cur ^ 1
         zero = opaque(gl.to_tensor(0))

@@ -166,16 +166,16 @@ class KeyRows(NamedTuple):
 class QueryBlock(NamedTuple):
     """The n-th block of a program: head, first query, whether the band's edge crosses it, whether the mask mod may hide
     some of its pairs, and whether another block of the same key tile follows. `dq_tile`: the block whose dQ is added
-    meanwhile. `words`, `shift`: as `mask_words.row_words` returns them."""
+    meanwhile. `mask_words`, `shift`: as `mask_words.row_words` returns them."""
 
     n: tl.tensor
     h: tl.tensor
     first: tl.tensor
     is_edge: tl.tensor
-    has_mask_mod: tl.tensor
+    may_be_partial: tl.tensor
     has_next: tl.tensor
     dq_tile: tl.tensor
-    words: tl.tensor = None
+    mask_words: tl.tensor = None
     shift: tl.tensor = None
 
 
@@ -333,11 +333,11 @@ def log2_p(s, lse2, keys, block, params, CONFIG: gl.constexpr):
     s = exponent(s, lse2, params.scale_log2, params.terms.large_scores)
     edge = block.is_edge
     if params.terms.mask_words is not None:
-        edge = edge & (block.has_mask_mod == 0)  # the band is part of the words
-        if block.has_mask_mod:
-            s = keep_bits(s, block.words, block.shift)
+        edge = edge & (block.may_be_partial == 0)  # the band is part of the words
+        if block.may_be_partial:
+            s = keep_bits(s, block.mask_words, block.shift)
     elif params.MASK_MOD is not None:
-        s = apply_mask_mod(s, block.has_mask_mod, i, j, w, block.h, params)
+        s = apply_mask_mod(s, block.may_be_partial, i, j, w, block.h, params)
     if edge:
         s = mask_band(s, keys.diagonal - block.first, keys.left, params)
     return s, derivative
@@ -375,13 +375,14 @@ def load_kv(kv, inputs, w, queries, t, CONFIG: gl.constexpr):
 @gluon.jit
 def load_first(shared, inputs, w, params, CONFIG: gl.constexpr):
     """Producer: loads K, V and the first Q and dO of the program's first tile w, if it is one, and returns whether it
-    is. No launch of this call writes them, so they are on their way before the preprocess has ended."""
+    is. This is before `gdc_wait`: no launch of this call writes them, and the preprocess lets this kernel start only
+    after its own `gdc_wait`, when all launches before this call have ended."""
     is_tile = w.first < w.n_k
     if is_tile:
         queries = query_range(w, params, CONFIG)
         load_kv(shared.kv, inputs, w, queries, 0, CONFIG)
         if queries.hi > queries.lo:
-            i0, _has_mask_mod = block_at(queries.start, params.terms.blocks, CONFIG.BLOCK_M)
+            i0, _may_be_partial = block_at(queries.start, params.terms.blocks, CONFIG.BLOCK_M)
             tokens = Tokens(w.b, queries.head, w.q0, w.n_q)
             load_rows(shared.q, 0, inputs.q, tokens, i0, inputs.lse2)
             load_rows(shared.do, 0, inputs.do, tokens, i0, inputs.delta)
@@ -405,7 +406,7 @@ def load_blocks(shared, inputs, w, queries, progress, params, CONFIG: gl.constex
         if CONFIG.TWO_PASSES:
             place = gl.where(m == half, queries.start, place)
             g = gl.where(m == half, 0, g)
-        i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
+        i0, _may_be_partial = block_at(place, params.terms.blocks, BLOCK_M)
         tokens = Tokens(w.b, queries.head + g, w.q0, w.n_q)
         is_next = is_new | (m > n)
         if is_next:

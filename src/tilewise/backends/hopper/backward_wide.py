@@ -265,7 +265,7 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     left = w.n_k - w.first
     keys = KeyRows(w, diagonal, left, t, (), sequence_word(w, params.terms))
     place = queries.start
-    i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
+    i0, may_be_partial = block_at(place, params.terms.blocks, BLOCK_M)
     h = queries.head
     g = gl.to_tensor(0)
     zero = opaque(gl.to_tensor(0))
@@ -273,7 +273,7 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
         mbarrier.wait(shared.q.full.index(n & 1), (n >> 1) & 1)
         s = issue_abt(parts_at(shared.kv.k, zero), parts_at(shared.q.tiles, n & 1))
         s = warpgroup_mma_wait(0, deps=(s,))
-        block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, True, 0)
+        block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), may_be_partial, True, 0)
         x = store_p(s, shared, n & 1, keys, block, params, CONFIG)
     else:
         mbarrier.wait(shared.do.full.index(n & 1), (n >> 1) & 1)
@@ -282,10 +282,10 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
         tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
         place, g = next_block(queries, place, g, CONFIG)
         # warpgroup 1 is one block ahead: after the last one, stay inside the lists
-        i0, has_mask_mod = block_at(clamp_listed(place, queries, params), params.terms.blocks, BLOCK_M)
+        i0, may_be_partial = block_at(clamp_listed(place, queries, params), params.terms.blocks, BLOCK_M)
         if WG == 0:
             block = QueryBlock(m, h, i0, False, True, True, tile)
-            upcoming = QueryBlock(m + 1, h + g, i0, is_edge(queries, i0, CONFIG), has_mask_mod, True, tile)
+            upcoming = QueryBlock(m + 1, h + g, i0, is_edge(queries, i0, CONFIG), may_be_partial, True, tile)
             x, dk, dv = attend_block_0(shared, (x, dk, dv), keys, block, upcoming, params, False, CONFIG)
         else:
             block = QueryBlock(m, h, i0, False, True, m + 1 < end, tile)
@@ -387,7 +387,7 @@ def specialize_warps_wide(inputs, params, CONFIG: gl.constexpr):
     q = make_row_pipeline(inputs.q, inputs.lse2)
     do = make_row_pipeline(inputs.do, inputs.delta)
     tile_info = make_tile_info(4 if CONFIG.DETERMINISTIC else 2)
-    gdc_launch_dependents()
+    gdc_launch_dependents()  # before the wait in `produce`: the postprocess waits for the end of this launch anyway
     shared = Shared(kv, q, do, p_tile, ds_tiles, dk_tiles, dv_tiles, make_order() if CONFIG.DETERMINISTIC else None)
     fence_async_shared()
     if CONFIG.DETERMINISTIC:

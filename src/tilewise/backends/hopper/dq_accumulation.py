@@ -201,7 +201,7 @@ def reduce_dq(staging, tile_info, params, WARP: gl.constexpr, CONFIG: gl.constex
         place = queries.start
         g = gl.to_tensor(0)
         for _ in range(num_blocks(queries, CONFIG)):
-            i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
+            i0, _may_be_partial = block_at(place, params.terms.blocks, BLOCK_M)
             tile = queries.dq_tile + g * (opaque(params.padded_tokens) // BLOCK_M) + i0 // BLOCK_M
             if not CONFIG.DETERMINISTIC:
                 bar_sync(DQ_STORED + WARP, 160)
@@ -237,7 +237,7 @@ def order_dq(order, tile_info, params, WAIT: gl.constexpr, CONFIG: gl.constexpr)
         place = queries.start
         g = gl.to_tensor(0)
         for _ in range(num_blocks(queries, CONFIG)):
-            i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
+            i0, _may_be_partial = block_at(place, params.terms.blocks, BLOCK_M)
             tile = queries.dq_tile
             semaphore = params.outputs.semaphores + tile + g * (opaque(params.padded_tokens) // BLOCK_M) + i0 // BLOCK_M
             if WAIT:

@@ -12,13 +12,11 @@ docs/hopper-forward.md has the timeline and says why each barrier is there.
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 
 from ..common.device.fp8 import Fp8Scales
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
-from ..common.device.structs import Grid, Sequences, Work
-from ..common.device.tile_range import locate
+from ..common.device.structs import Work
 from .dropout import query_words
 from .forward_repair import Repair, flag_pointer, load_flag, repair_tile
 from .forward_tiles import (
@@ -53,7 +51,7 @@ from .gluon_compat import (
     tma,
     warpgroup_mma_wait,
 )
-from .mask_words import key_block, seen_blocks
+from .mask_words import load_key_block, seen_blocks
 from .pipeline import (
     ANY_VALUE,
     KvCache,
@@ -61,11 +59,10 @@ from .pipeline import (
     TileInfo,
     TileScheduler,
     allocate_tiles,
-    cache_length,
-    cache_row,
-    column_parts,
-    first_key,
-    key_blocks,
+    as_parts,
+    block_range,
+    find_block,
+    is_varlen,
     load_keys,
     load_tile,
     make_pipeline,
@@ -77,7 +74,7 @@ from .pipeline import (
     read_tile_info,
     release,
     release_tile_info,
-    tile_and_row,
+    tile_work,
     wait_full,
     wait_tile_info,
     write_tile_info,
@@ -114,7 +111,7 @@ class Outputs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """All of shared memory. O leaves through a tile for each warpgroup."""
+    """All of shared memory. `o`: a tile for each warpgroup, from which TMA stores O."""
 
     q: Pipeline
     k: Pipeline
@@ -125,21 +122,21 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def skip_blocks(shared, n, end, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """Releases the blocks n .. end - 1, which other warpgroups need and this one does not."""
+    """Releases the uses n .. end - 1 of K and V: blocks that other warpgroups need and this one does not."""
     for use in range(n, end):
         wait_full(shared.k, use, CONFIG.STAGES)
         wait_full(shared.v, use, CONFIG.STAGES)
         barrier()  # no warp may still be waiting for a phase that the release lets pass
         release(shared.k, use, CONFIG.STAGES)
         release(shared.v, use, CONFIG.STAGES)
-        ping_pong_wait(WG, CONFIG)
+        ping_pong_wait(WG, CONFIG)  # a turn without products: the others count on one for each use
         ping_pong_arrive(WG, CONFIG)
 
 
 @gluon.jit
 def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Consumer warpgroup WG: O and lse of its 64 queries of every tile."""
-    VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
+    VARLEN: gl.constexpr = is_varlen(params.cu_q, params.cache.lengths)
     if WG == 0:
         ping_pong_arrive(CONFIG.WARPGROUPS - 1, CONFIG)
     n = gl.to_tensor(0)  # blocks so far: use n of the K and V pipelines is the next one
@@ -148,13 +145,15 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     flags = outputs.repair.pointers.flags
     REPAIR: gl.constexpr = flags is not None
     while w.first >= 0:
-        n, flag = attend(shared, outputs, params, w, n, t, WG, CONFIG)
+        n, flag_before = attend_tile(shared, outputs, params, w, n, t, WG, CONFIG)
         if not REPAIR:
             release_tile_info(shared.tile_info, t)
         t += 1
         w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
         if REPAIR:
-            # the tile before, whose flag has been loaded meanwhile, and after the last tile that one too
+            # Tile t - 1 was just computed. Meanwhile `attend_tile` has loaded the flag of tile t - 2 (if t = 1, 0).
+            # It is tested here. No tile follows the last one, so its flag is loaded and tested here too.
+            flag = flag_before
             for done in range(t - 2, gl.where(w.first < 0, t, t - 1)):
                 if done == t - 1:
                     barrier()  # all warps have stored their flags, and all load the same value
@@ -166,52 +165,64 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """Attention of this warpgroup's queries of the t-th tile, whose first block is use n. Returns the use after its
-    last block, and the flag of the tile before."""
+def own_uses(n, lo, hi, first, w, params, CONFIG: gl.constexpr):
+    """A tile's blocks lo .. hi - 1 are the uses n .. n + hi - lo - 1 of the K and V pipelines. Returns the first use
+    and the end of those that the 64 queries from `first` on need, at least one; and their span of keys."""
+    # `skip_blocks` needs two stages: it waits for V_n before it releases K_n, and V_n is loaded after K_{n+1}
+    SKIPS_NONE: gl.constexpr = CONFIG.BLOCK_M == ROWS and params.terms.mask_seen is None
+    gl.static_assert(CONFIG.STAGES > 1 or SKIPS_NONE, "with one stage all warpgroups must visit the same blocks")
+    own_lo, own_hi, span = seen_blocks(first, w, params, CONFIG.BLOCK_N)
+    own_hi = gl.where(first < w.n_q, own_hi, own_lo)  # a warpgroup without queries visits one block
+    own_lo = gl.minimum(own_lo if params.terms.blocks.offsets is None else gl.maximum(own_lo, lo), hi - 1)
+    first_use = n + own_lo - lo
+    return first_use, n + gl.minimum(gl.maximum(own_hi, own_lo + 1), hi) - lo, span
+
+
+@gluon.jit
+def attend_tile(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Attention of this warpgroup's queries of the t-th tile, whose first block is use n of the K and V pipelines.
+    Returns the use after its last block, and the repair flag of the tile before."""
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
-    VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
     terms = params.terms
-    lo, hi, _span = key_blocks(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
+    lo, hi, _span = block_range(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
     SLOT: gl.constexpr = WG % (CONFIG.BLOCK_M // ROWS)
     first = w.first + SLOT * ROWS
-    mine, end, span = seen_blocks(first, w, params, BLOCK_N)
-    end = gl.where(first < w.n_q, end, mine)  # a warpgroup without queries visits one block
-    mine = gl.minimum(mine if terms.blocks.offsets is None else gl.maximum(mine, lo), hi - 1)
-    start = n + mine - lo
-    stop = n + gl.minimum(gl.maximum(end, mine + 1), hi) - lo
-    skip_blocks(shared, n, start, WG, CONFIG)
+    first_use, end_use, span = own_uses(n, lo, hi, first, w, params, CONFIG)
+    skip_blocks(shared, n, first_use, WG, CONFIG)
 
     tile = (w, first, span)
-    key, has_mask_mod = first_key(start - n + lo, w, terms.blocks, BLOCK_N)
-    block = key_block(start - n + lo, (key, has_mask_mod), first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
+    key, partial = find_block(first_use - n + lo, w, terms.blocks, BLOCK_N)
+    block = load_key_block(first_use - n + lo, (key, partial), first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
     q_factor = query_factor(w, first, params, CONFIG)
     k_factor, v_factor = key_scales(w, key, params, CONFIG)
     next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)
     factor = q_factor * k_factor
     scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
-    words = query_words(w, first, gl.SliceLayout(1, acc_layout(BLOCK_N)), ROWS, terms)
+    dropout_words = query_words(w, first, gl.SliceLayout(1, acc_layout(BLOCK_N)), ROWS, terms)
     q_slot = t % CONFIG.Q_STAGES * (CONFIG.BLOCK_M // ROWS) + SLOT
     mbarrier.wait(shared.q.full.index(q_slot), phase(t, CONFIG.Q_STAGES))
-    wait_full(shared.k, start, STAGES)
+    wait_full(shared.k, first_use, STAGES)
     q = q_operands(shared.q, q_slot, CONFIG)
-    s = warpgroup_mma_wait(0, deps=(issue_qk(q, shared.k, start, CONFIG),))
-    release(shared.k, start, STAGES)
+    s = warpgroup_mma_wait(0, deps=(issue_qk(q, shared.k, first_use, CONFIG),))
+    release(shared.k, first_use, STAGES)
     s = masked_scores(s, factor, tile, block, params, CONFIG)
     m_i = row_maximum(row_max(s), scale_log2, terms.large_scores)
     left, right = split_columns(s)
-    p_left, l_left = weights(left, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, words, key, terms)
-    p_right, l_i = weights(right, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, words, key + BLOCK_N // 2, terms)
+    pivot = p_pivot(finite_max(m_i), terms, CONFIG)
+    p_left, l_left = weights(left, pivot, scale_log2, dropout_words, key, terms)
+    p_right, l_i = weights(right, pivot, scale_log2, dropout_words, key + BLOCK_N // 2, terms)
     l_i += l_left
     p = p_operands(p_left, p_right, outputs.o.dtype, CONFIG)
     acc = zero_acc(CONFIG)
+    # `alpha` and `rescaling` are factors of acc, 1 here. Computed from m_i, because a constant changes the loop's code.
     if CONFIG.RESCALE_LATE:
         alpha = finite_max(m_i) * 0.0 + 1.0
-    rescaling = gl.where(m_i == m_i, 1.0, 0.0) if CONFIG.FP8 else 1.0  # of acc, before a product is added to it
-    wait_full(shared.k, start + 1, STAGES, start + 1 < stop)
-    for use in range(start + 1, stop):
-        key, has_mask_mod = first_key(use - n + lo, w, terms.blocks, BLOCK_N)
+    rescaling = gl.where(m_i == m_i, 1.0, 0.0) if CONFIG.FP8 else 1.0
+    wait_full(shared.k, first_use + 1, STAGES, first_use + 1 < end_use)
+    # The steps of the first block, interleaved with the product P V of the block before.
+    for use in range(first_use + 1, end_use):
+        key, partial = find_block(use - n + lo, w, terms.blocks, BLOCK_N)
         if CONFIG.FP8:
             factor = q_factor * next_factors[0]
             v_factor_old = v_factor
@@ -226,7 +237,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         wait_full(shared.v, use - 1, STAGES)
         acc_pending = issue_pv(p, shared.v, use - 1, acc, WG, CONFIG)
         ping_pong_arrive(WG, CONFIG)
-        block = key_block(use - n + lo, (key, has_mask_mod), first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
+        block = load_key_block(use - n + lo, (key, partial), first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
         if CONFIG.FP8:
             next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)  # a block ahead: loads take as long
         s = warpgroup_mma_wait(2 * len(CONFIG.HEAD_PARTS), deps=(s_pending,))
@@ -238,12 +249,14 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         alpha = gl.exp2(rescale_exponent(m_old, pivot, scale_log2, terms.large_scores))
         pivot = p_pivot(pivot, terms, CONFIG)
         left, right = split_columns(s)
-        p_left, l_left = weights(left, pivot, scale_log2, words, key, terms)
+        p_left, l_left = weights(left, pivot, scale_log2, dropout_words, key, terms)
         l_i = l_i * broadcast_rows(alpha, l_i) + l_left
-        wait_full(shared.k, use + 1, STAGES, use + 1 < stop)
+        # The wait for the next K stands here because its branch keeps the left weights before the wait for P V and the
+        # right ones after it: compilers move arithmetic across a wgmma wait, but not across a branch.
+        wait_full(shared.k, use + 1, STAGES, use + 1 < end_use)
         acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
         release(shared.v, use - 1, STAGES)
-        p_right, l_right = weights(right, pivot, scale_log2, words, key + BLOCK_N // 2, terms)  # overlaps the rest
+        p_right, l_right = weights(right, pivot, scale_log2, dropout_words, key + BLOCK_N // 2, terms)
         l_i += l_right
         if CONFIG.FP8:
             rescaling = alpha * (v_factor_old / v_factor)
@@ -253,21 +266,22 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     arrive(shared.q.empty.index(q_slot))
     if CONFIG.RESCALE_LATE:
         acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
-    flag = gl.to_tensor(0)
+    flag_before = gl.to_tensor(0)
     flags = outputs.repair.pointers.flags
     if flags is not None:
-        flag = load_flag(flags, t - 1, WG, CONFIG)
-    wait_full(shared.v, stop - 1, STAGES)
-    acc = finish_pv(issue_pv(p, shared.v, stop - 1, acc, WG, CONFIG), p, acc, rescaling, CONFIG)
-    release(shared.v, stop - 1, STAGES)
+        flag_before = load_flag(flags, t - 1, WG, CONFIG)  # the last P V hides the latency
+    wait_full(shared.v, end_use - 1, STAGES)
+    acc = finish_pv(issue_pv(p, shared.v, end_use - 1, acc, WG, CONFIG), p, acc, rescaling, CONFIG)
+    release(shared.v, end_use - 1, STAGES)
     n += hi - lo
-    skip_blocks(shared, stop, n, WG, CONFIG)
+    skip_blocks(shared, end_use, n, WG, CONFIG)
 
-    w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
-    raised = None if flags is None else flag_pointer(flags, t, WG, CONFIG)
-    FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
-    epilogue((acc, m_i, l_i, v_factor), (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
-    return n, flag
+    # read again instead of kept in registers through the loop
+    w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, is_varlen(params.cu_q, params.cache.lengths))
+    flag_address = None if flags is None else flag_pointer(flags, t, WG, CONFIG)
+    tile = (w, first, (WG - SLOT) * CONFIG.BLOCK_DV)
+    epilogue((acc, m_i, l_i, v_factor), tile, shared.o.index(WG), flag_address, outputs, params, CONFIG)
+    return n, flag_before
 
 
 @gluon.jit
@@ -275,7 +289,7 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
     """Producer warp: draws tiles and loads K_0, Q, K_1, V_0, K_2, V_1 .., the order in which consumers need them."""
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
-    VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
+    VARLEN: gl.constexpr = is_varlen(params.cu_q, params.cache.lengths)
     lists = params.terms.blocks
     tile_id = gl.program_id(0)
     n = gl.to_tensor(0)
@@ -287,9 +301,9 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
             keys = Tokens(w.b, w.h // CONFIG.GROUP, w.k0, w.n_k)
             if CONFIG.FP8:
                 keys = fp8_key_tokens(w, params, CONFIG)
-            lo, hi, _span = key_blocks(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
-            row, _has_mask_mod = first_key(lo, w, lists, BLOCK_N)
-            load_keys(shared.k, n, inputs.k, params.cache.k_page_stride, keys, row, params.cache, CONFIG)
+            lo, hi, _span = block_range(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
+            key, _partial = find_block(lo, w, lists, BLOCK_N)
+            load_keys(shared.k, n, inputs.k, params.cache.k_page_stride, keys, key, params.cache, CONFIG)
             for slot in gl.static_range(CONFIG.BLOCK_M // ROWS):
                 q_slot = t % CONFIG.Q_STAGES * (CONFIG.BLOCK_M // ROWS) + slot
                 mbarrier.wait(shared.q.empty.index(q_slot), phase(t, CONFIG.Q_STAGES) ^ 1)
@@ -297,18 +311,20 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
                     load_tile(shared.q, q_slot, inputs.q, fp8_query_tokens(w, params), slot * ROWS)
                 else:
                     load_tile(shared.q, q_slot, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + slot * ROWS)
-            is_short = hi - lo <= 2 * STAGES  # the next tile is needed before all loads of this one are issued
+            # The next tile is drawn before the last loads of this one; if this one has few blocks, before all loads but
+            # the first, because the consumers would finish these blocks and wait during the draw.
+            is_short = hi - lo <= 2 * STAGES
             if is_short:
                 tile_id = next_tile_id(scheduler)
             for j in range(lo + 1, hi):
-                row_before = row
-                row, _has_mask_mod = first_key(j, w, lists, BLOCK_N)
-                load_keys(shared.k, n + 1, inputs.k, params.cache.k_page_stride, keys, row, params.cache, CONFIG)
-                load_keys(shared.v, n, inputs.v, params.cache.v_page_stride, keys, row_before, params.cache, CONFIG)
+                key_before = key
+                key, _partial = find_block(j, w, lists, BLOCK_N)
+                load_keys(shared.k, n + 1, inputs.k, params.cache.k_page_stride, keys, key, params.cache, CONFIG)
+                load_keys(shared.v, n, inputs.v, params.cache.v_page_stride, keys, key_before, params.cache, CONFIG)
                 n += 1
             if not is_short:
                 tile_id = next_tile_id(scheduler)
-            load_keys(shared.v, n, inputs.v, params.cache.v_page_stride, keys, row, params.cache, CONFIG)
+            load_keys(shared.v, n, inputs.v, params.cache.v_page_stride, keys, key, params.cache, CONFIG)
             n += 1
             t += 1
         else:
@@ -316,35 +332,18 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
     write_tile_info(shared.tile_info, t, Work(0, 0, -1, 0, 0, 0, 0, 0), VARLEN)
 
 
-@triton.jit
-def tile_work(tile_id, scheduler, params, CONFIG: tl.constexpr):
-    """The Work of a tile id. With a cache, k0 is the row of a dense one that holds the keys, and a sequence of at most
-    MAX_DECODE_QUERIES queries has none."""
-    n_q = params.n_q
-    n_k = params.n_k
-    cu_q = params.cu_q
-    cache = params.cache
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    MAX_DECODE_QUERIES: tl.constexpr = CONFIG.MAX_DECODE_QUERIES
-    tile, row = tile_and_row(tile_id, scheduler)
-    pid = row * scheduler.tiles_per_row + tile
-    grid = Grid(scheduler.tiles_per_row, scheduler.heads, scheduler.batch)
-    w = locate(pid, grid, Sequences(cu_q, params.cu_k, n_q, n_k), cu_q, BLOCK_M)
-    if cache.lengths is None:
-        return w
-    else:
-        n_q = w.n_q if MAX_DECODE_QUERIES == 0 else tl.where(w.n_q > MAX_DECODE_QUERIES, w.n_q, 0)
-        return Work(w.b, w.h, w.first, w.q0, n_q, cache_row(cache, w.b), cache_length(cache, w.b), w.r0)
-
-
 @gluon.jit
 def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
-    """Allocates shared memory and starts the consumer warpgroups and the producer warp, with their registers."""
+    """Allocates shared memory and starts the consumer warpgroups and the producer warp, with their registers.
+
+    The first function runs on the 4 warps of the launch. The two lists have the warps, and the registers of a thread,
+    of each of the other functions: 240 for the second of two consumers, 160 for those of three, 24 for the producer. If
+    the producer loads page numbers, it has more and the consumers less. The first function gets what is left."""
     WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
     SLOTS: gl.constexpr = CONFIG.BLOCK_M // ROWS
     q_pipeline = make_pipeline(inputs.q, SLOTS * CONFIG.Q_STAGES, WARPGROUPS // SLOTS)
-    k_pipeline = make_pipeline(inputs.k, CONFIG.STAGES, WARPGROUPS, CONFIG.BOXES)
-    v_pipeline = make_pipeline(inputs.v, CONFIG.STAGES, WARPGROUPS, CONFIG.BOXES)
+    k_pipeline = make_pipeline(inputs.k, CONFIG.STAGES, WARPGROUPS, CONFIG.PAGE_BOXES)
+    v_pipeline = make_pipeline(inputs.v, CONFIG.STAGES, WARPGROUPS, CONFIG.PAGE_BOXES)
     o_tiles = allocate_tiles(outputs.o, WARPGROUPS)
     shared = Shared(q_pipeline, k_pipeline, v_pipeline, o_tiles, make_tile_info(WARPGROUPS))
     fence_async_shared()
@@ -364,7 +363,7 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
                 (produce, (shared, inputs, params, scheduler, CONFIG)),
             ],
             [4, 1],
-            [240, 24] if CONFIG.BOXES == 1 else [232, 40] if CONFIG.PAGE_PREFETCH < 8 else [224, 56],
+            [240, 24] if CONFIG.PAGE_BOXES == 1 else [232, 40] if CONFIG.PAGE_PREFETCH < 8 else [224, 56],
         )
     else:
         gl.warp_specialize(
@@ -375,7 +374,7 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
                 (produce, (shared, inputs, params, scheduler, CONFIG)),
             ],
             [4, 4, 1],
-            [160, 160, 32] if CONFIG.BOXES > 1 else [160, 160, 24],
+            [160, 160, 32] if CONFIG.PAGE_BOXES > 1 else [160, 160, 24],
         )
 
 
@@ -421,7 +420,7 @@ def forward_kernel(
 ):
     """The arguments in the form in which Triton takes them (see ANY_VALUE): TMA descriptors and integers one by one."""
     specialize_warps(
-        Inputs(column_parts(q, q_rest), column_parts(k, k_rest), column_parts(v, v_rest)),
+        Inputs(as_parts(q, q_rest), as_parts(k, k_rest), as_parts(v, v_rest)),
         Outputs(o, o_float32, lse, Repair(repair, q, k, v), max_logit),
         Params(
             *(cu_q, cu_k, n_q, n_k, heads, before, after, scale, terms),

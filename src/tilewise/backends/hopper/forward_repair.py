@@ -17,8 +17,8 @@ from ..common.device.tile_io import row_pointers
 from .dropout import kept_weights, query_words
 from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
 from .gluon_compat import barrier, column_indices, gl, gluon, opaque, tma_stores_done
-from .mask_words import key_block, part_of
-from .pipeline import first_key, key_blocks, read_tile_info
+from .mask_words import load_key_block, part_of
+from .pipeline import block_range, find_block, is_varlen, read_tile_info
 from .token_rows import Tokens, global_rows, store_global, tensor_of
 
 # keys and columns of V at a time: few registers
@@ -27,8 +27,9 @@ REPAIR_COLUMNS: gl.constexpr = gl.constexpr(64)
 
 
 class RepairPointers(NamedTuple):
-    """q, k, v and out; and zeros, two flags for each warpgroup of each program. None where every row sees every key. In
-    fp8, q, k and v are GlobalTensors: there the descriptors are of quantised operands."""
+    """q, k, v and out; and two flags for each warpgroup of each program, which are 0 between launches. All are None
+    where every row sees every key. In fp8, q, k and v are GlobalTensors, because there the TMA descriptors are those of
+    the quantised operands."""
 
     q: tl.tensor = None
     k: tl.tensor = None
@@ -38,7 +39,7 @@ class RepairPointers(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """The pointers, and TMA descriptors, which have the strides."""
+    """The pointers, and the TMA descriptors of q, k and v, from which their strides are taken."""
 
     pointers: RepairPointers
     q: tl.tensor
@@ -48,7 +49,7 @@ class Repair(NamedTuple):
 
 @gluon.jit
 def flag_pointer(flags, t, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """The flag of the t-th tile of this warpgroup. Two tiles have their flags at a time."""
+    """The flag of the t-th tile of this warpgroup. It is tested after the next tile, so two flags are enough."""
     return flags + (opaque(gl.program_id(0)) * CONFIG.WARPGROUPS + WG) * 2 + (t & 1)
 
 
@@ -60,7 +61,6 @@ def load_flag(flags, t, WG: gl.constexpr, CONFIG: gl.constexpr):
 @gluon.jit
 def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Computes and stores O of the t-th tile of this warpgroup again, and clears its flag."""
-    VARLEN: gl.constexpr = params.cu_q is not None
     pointers = outputs.repair.pointers
     if CONFIG.FP8:
         inputs = (pointers.q, pointers.k, pointers.v)
@@ -71,6 +71,7 @@ def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr
             tensor_of(pointers.v, outputs.repair.v),
         )
     terms = params.terms
+    VARLEN: gl.constexpr = is_varlen(params.cu_q, params.cache.lengths)
     w = read_tile_info(info, opaque(t), params.n_q, params.n_k, VARLEN)
     SLOT: gl.constexpr = WG % (CONFIG.BLOCK_M // ROWS)
     FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
@@ -86,18 +87,18 @@ def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr
         score = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
         score = row_maximum(score, LOG2E, terms.large_scores)
         sink += gl.exp2(rescale_exponent(score, lse2, LOG2E, terms.large_scores))
-    words = query_words(w, first, gl.SliceLayout(1, layout), ROWS, terms)
-    lo, hi, span = key_blocks(first, w, params, ROWS, CONFIG.BLOCK_N)
+    dropout_words = query_words(w, first, gl.SliceLayout(1, layout), ROWS, terms)
+    lo, hi, span = block_range(first, w, params, ROWS, CONFIG.BLOCK_N)
     for column in range(FIRST_COLUMN, gl.minimum(inputs[2].columns, FIRST_COLUMN + CONFIG.BLOCK_DV), REPAIR_COLUMNS):
         acc = gl.zeros([ROWS, REPAIR_COLUMNS], gl.float32, acc_layout(REPAIR_COLUMNS))
         total = sink
         for n in range(lo, hi):
-            found = first_key(n, w, terms.blocks, CONFIG.BLOCK_N)
-            block = key_block(n, found, first, terms, CONFIG.BLOCK_N, REPAIR_KEYS, layout)
+            found = find_block(n, w, terms.blocks, CONFIG.BLOCK_N)
+            block = load_key_block(n, found, first, terms, CONFIG.BLOCK_N, REPAIR_KEYS, layout)
             for j in range(block.start, block.start + CONFIG.BLOCK_N, REPAIR_KEYS):
                 p = visible_p((w, first, span), part_of(block, opaque(j)), lse2, inputs, params, CONFIG)
                 total += gl.sum(gl.maximum(p, 0.0), 1)
-                p = gl.where(p > 0.0, kept_weights(p, words, opaque(j), terms), p)
+                p = gl.where(p > 0.0, kept_weights(p, dropout_words, opaque(j), terms), p)
                 for key in range(j, j + REPAIR_KEYS):
                     acc = add_value(acc, p, j, opaque(key), w, column, inputs[2], CONFIG)
         factor = 1.0 if terms.seed is None else terms.rescale
@@ -120,8 +121,8 @@ def load_lse2(w, first, lse, params, layout: gl.constexpr):
 
 @gluon.jit
 def visible_p(tile, block, lse2, inputs, params, CONFIG: gl.constexpr):
-    """p of the REPAIR_KEYS keys of `block`; -1 for hidden pairs. Where p is nan it is inf: maxima, which drop a
-    nan, keep it, and the quotient of O is nan."""
+    """p of the REPAIR_KEYS keys of `block`; -1 for hidden pairs. A p that is nan becomes inf, because a maximum drops
+    nan and keeps inf; O, a quotient, is then nan."""
     w, first, _span = tile
     q, k, _v = inputs
     layout: gl.constexpr = acc_layout(REPAIR_KEYS)

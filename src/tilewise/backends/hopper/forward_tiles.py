@@ -55,9 +55,9 @@ class ForwardConfig(NamedTuple):
     Q_IN_REGISTERS: bool = False  # Q is loaded into registers once per tile: S reads half as much shared memory
     RESCALE_LATE: bool = False  # O is rescaled while the next scores are computed, right before P V
     Q_STAGES: int = 1  # tiles of Q that a warpgroup has room for
-    PROGRAMS: int = 1  # of an SM
+    PROGRAMS: int = 1  # on an SM at a time
     PAGE_SIZE: int | None = None  # tokens of a page; None: no paged cache
-    BOXES: int = 1  # TMA boxes of a tile of keys, each within one page
+    PAGE_BOXES: int = 1  # TMA boxes of a block of keys, each within one page
     PAGE_PREFETCH: int = 1  # boxes whose page numbers are loaded together
     MAX_DECODE_QUERIES: int = 0  # sequences with at most so many queries are left to the decode kernels
     FP8: bool = False  # the operands are in float8_e4m3fn, with scales: see `fp8`
@@ -118,8 +118,8 @@ def masked_scores(s, factor, tile, block, params, CONFIG: gl.constexpr):
 def mask_scores(s, tile, block, params):
     """s, with -inf where a pair is masked."""
     if params.terms.mask_words is not None:
-        if block.has_mask_mod:  # noqa: SIM108 - a branch, not a select
-            s = keep_bits(s, block.words, block.shift)
+        if block.may_be_partial:  # a branch, not a select
+            s = keep_bits(s, block.mask_words, block.shift)
         else:
             s = mask_band(s, tile, block.start, params)
     else:
@@ -127,7 +127,7 @@ def mask_scores(s, tile, block, params):
             w, first, _span = tile
             i = (first + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)))[:, None]
             j = (block.start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[None, :]
-            s = apply_mask_mod(s, block.has_mask_mod, i, j, w, w.h, params)
+            s = apply_mask_mod(s, block.may_be_partial, i, j, w, w.h, params)
         s = mask_band(s, tile, block.start, params)
     return s
 
@@ -162,10 +162,10 @@ def finite_max(m_i):
 
 
 @gluon.jit
-def weights(s, pivot, scale_log2, words, start, terms):
+def weights(s, pivot, scale_log2, dropout_words, start, terms):
     """P = exp(s - pivot) of the keys from `start` on, without the dropped weights, and the `lane_sums` of all."""
     p = gl.exp2(exponent(s, broadcast_rows(pivot, s), scale_log2, terms.large_scores))
-    return kept_weights(p, words, start, terms), lane_sums(p)
+    return kept_weights(p, dropout_words, start, terms), lane_sums(p)
 
 
 @gluon.jit
@@ -211,7 +211,8 @@ def rescale_part(acc, alpha, LAZY: gl.constexpr):
 
 @gluon.jit
 def rescale_lane(a, b, c, d, x, x_, y, y_):
-    """Two neighbours in each of the two rows that a lane holds. The compiler joins the branches of all the columns."""
+    """Rescales two neighbouring columns in each of the two rows that a lane holds. The compiler joins the branches of
+    all columns."""
     if (x != 1.0) | (y != 1.0):
         a = a * x
         b = b * x
@@ -228,8 +229,8 @@ def broadcast_rows(x, tile):
 
 @gluon.jit
 def p_operands(left, right, DTYPE: gl.constexpr, CONFIG: gl.constexpr):
-    """P as left operands of P V, for each column part of V those of its upper and of its lower rows: the registers of
-    S, rounded to DTYPE, are where wgmma reads them. In fp8 their words, see `fp8_words`.
+    """P, rounded to DTYPE, as left operands of P V: for each column part of V, one for its upper and one for its lower
+    rows. They stay in the registers of S, from which wgmma reads them. In fp8 they are words, see `fp8_words`.
     """
     WIDTHS: gl.constexpr = CONFIG.HEAD_PARTS
     if CONFIG.FP8:
@@ -290,7 +291,8 @@ def zero_part(WIDTH: gl.constexpr, K: gl.constexpr):
 
 @gluon.jit
 def issue_pv(p, v, use, acc, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """Issues acc + P V, two wgmmas for each column part; in fp8 P V alone, because wgmma adds fp8 with 13 bits."""
+    """Issues acc + P V, two wgmmas for each column part. In fp8 it issues P V alone, and `finish_pv` adds acc, because
+    wgmma accumulates fp8 products with 13 bits only."""
     v_tile = stage_tile(v.parts[0], use, CONFIG.STAGES)
     if CONFIG.BLOCK_M < ROWS * CONFIG.WARPGROUPS:
         v_tile = v_tile.slice(WG * CONFIG.BLOCK_DV, CONFIG.BLOCK_DV, dim=1)
@@ -345,9 +347,9 @@ def split_columns(acc):
 
 @gluon.jit
 def epilogue(state, tile, o_tile, flag, outputs, params, CONFIG: gl.constexpr):
-    """Stores O = factor * acc / l_i and lse = m_i (`row_maximum`) + log l_i; sets *flag (or None) where O is NaN and
-    l_i is not. `state`: acc, m_i, l_i, and the scale of V in fp8, otherwise 1; `tile`: work, first query, first column
-    of O."""
+    """Stores O = factor * acc / l_i and lse = m_i (`row_maximum`) + log l_i. Sets *flag, unless `flag` is None, where O
+    is NaN and l_i is not. `state`: acc, m_i, l_i, and the factor, the scale of V in fp8 and otherwise 1. `tile`: work,
+    first query, first column of O."""
     acc, m_i, l_i, factor = state
     w, first, first_column = tile
     terms = params.terms
@@ -417,7 +419,7 @@ def store_max_logit(m_i, w, first, max_logit, params):
 
 @gluon.jit
 def store_to_shared(acc, factor, o_tile, COLUMN: gl.constexpr):
-    """Stores O = factor * acc to its columns of the tile in shared memory. Returns the lanes' sums of it."""
+    """Stores O = factor * acc to its columns of the tile in shared memory. Returns the `lane_sums` of O."""
     out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
     o_tile.slice(COLUMN, acc.shape[1], dim=1).store(out.to(o_tile.dtype))
     return lane_sums(out)

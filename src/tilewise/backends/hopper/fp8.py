@@ -18,12 +18,14 @@ LOG2_448: tl.constexpr = tl.constexpr(8.807354922057604)
 
 
 @triton.jit
-def query_block(w, params):
+def fp8_query_block(w, params):
+    """The first block of PAD tokens of a sequence in the stored Q."""
     return padded_block(w.q0, w.b, params.n_q, params.cu_q)
 
 
 @triton.jit
-def key_block(w, key, params):
+def fp8_key_block(w, key, params):
+    """The block of PAD tokens that has this key, in the stored K and V."""
     return padded_block(w.k0, w.b, params.n_k, params.cu_k) + key // PAD
 
 
@@ -31,7 +33,7 @@ def key_block(w, key, params):
 def query_factor(w, first, params, CONFIG: gl.constexpr):
     """The scale of the 64 queries from `first` on."""
     if CONFIG.FP8:
-        block = 2 * query_block(w, params) + first // (PAD // 2)
+        block = 2 * fp8_query_block(w, params) + first // (PAD // 2)
         return gl.load(params.fp8.q + block * params.heads + w.h)
     else:
         return 1.0
@@ -41,7 +43,7 @@ def query_factor(w, first, params, CONFIG: gl.constexpr):
 def key_scales(w, key, params, CONFIG: gl.constexpr):
     """The scales of the keys and of the values from `key` on, or of the last ones."""
     if CONFIG.FP8:
-        block = key_block(w, gl.maximum(gl.minimum(key, w.n_k - 1), 0), params)
+        block = fp8_key_block(w, gl.maximum(gl.minimum(key, w.n_k - 1), 0), params)
         at = block * (params.heads // CONFIG.GROUP) + w.h // CONFIG.GROUP
         return gl.load(params.fp8.k + at), gl.load(params.fp8.v + at)
     else:
@@ -69,16 +71,16 @@ def p_pivot(pivot, terms, CONFIG: gl.constexpr):
 @gluon.jit
 def score_shift(w, i, params):
     """Pointers to what the mean key has taken from the scores of the queries i."""
-    line = (query_block(w, params) + i // PAD).to(gl.int64) * params.heads + w.h
+    line = (fp8_query_block(w, params) + i // PAD).to(gl.int64) * params.heads + w.h
     return params.fp8.shift + line * PAD + i % PAD
 
 
 @gluon.jit
 def fp8_query_tokens(w, params):
-    return Tokens(query_block(w, params) + w.first // PAD, w.h, 0, 0)
+    return Tokens(fp8_query_block(w, params) + w.first // PAD, w.h, 0, 0)
 
 
 @gluon.jit
 def fp8_key_tokens(w, params, CONFIG: gl.constexpr):
     """The first block of the keys, in the place of the batch row."""
-    return Tokens(key_block(w, 0, params), w.h // CONFIG.GROUP, 0, 0)
+    return Tokens(fp8_key_block(w, 0, params), w.h // CONFIG.GROUP, 0, 0)

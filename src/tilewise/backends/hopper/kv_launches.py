@@ -81,7 +81,7 @@ def prefill_launch(
     most = 4 if config.WARPGROUPS == 3 else 8 if config.BLOCK_DV <= 128 else 1  # as the producer has registers
     config = config._replace(
         PAGE_SIZE=None if table is None else k.shape[1],
-        BOXES=boxes,
+        PAGE_BOXES=boxes,
         Q_IN_REGISTERS=config.Q_IN_REGISTERS and boxes == 1,  # the producer of pages takes some of the registers
         PAGE_PREFETCH=boxes if boxes <= most else math.gcd(boxes, most),
         MAX_DECODE_QUERIES=0 if cu_q is None else MAX_DECODE_QUERIES,

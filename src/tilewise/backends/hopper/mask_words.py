@@ -24,7 +24,7 @@ from ..common.kernel_call import sequences_and_window
 from ..common.launch import Launch, Memory
 from ..common.score_terms import device_terms, mask_mod
 from .gluon_compat import gl, gluon, load_row_words
-from .pipeline import key_blocks
+from .pipeline import block_range
 from .support import GPU
 
 TILE: tl.constexpr = tl.constexpr(128)  # keys of a row of words
@@ -38,12 +38,13 @@ MIN_SHARING = 4  # (batch, head) rows that share a list, below which the forward
 
 
 class KeyBlock(NamedTuple):
-    """A block of keys of a consumer: its first key, and whether the mask mod may hide pairs. If so, with mask words:
-    these, and how many bits of a word belong to keys before the block."""
+    """A block of keys of a consumer. `start`: its first key; `may_be_partial`: whether the mask mod may hide pairs of
+    it. If so, and if the mask mod was evaluated ahead: `mask_words`, the bits of visible pairs, and `shift`, how many
+    bits of a word belong to keys before the block."""
 
     start: tl.tensor
-    has_mask_mod: tl.tensor
-    words: tl.tensor
+    may_be_partial: tl.tensor
+    mask_words: tl.tensor
     shift: tl.tensor
 
 
@@ -114,36 +115,36 @@ def mask_words_kernel(
 
 
 @gluon.jit
-def key_block(n, found, first, terms, BLOCK: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Block n of keys, which `first_key` found, for the queries from `first` on. Their scores have this layout, WIDTH
-    keys at a time."""
-    start, has_mask_mod = found
+def load_key_block(n, found, first, terms, BLOCK: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Block n of keys with its mask words, for the 64 queries from `first` on. `found`: what `find_block` returned for
+    the block. The scores have this layout, WIDTH keys at a time."""
+    start, may_be_partial = found
     if terms.mask_words is None:
-        return KeyBlock(start, has_mask_mod, 0, 0)
+        return KeyBlock(start, may_be_partial, 0, 0)
     else:
-        has_mask_mod = has_mask_mod & (n >= 0)
-        words, shift = row_words(n * BLOCK, first, has_mask_mod, terms, WIDTH, layout)
-        return KeyBlock(start, has_mask_mod, words, shift)
+        may_be_partial = may_be_partial & (n >= 0)
+        words, shift = row_words(n * BLOCK, first, may_be_partial, terms, WIDTH, layout)
+        return KeyBlock(start, may_be_partial, words, shift)
 
 
 @gluon.jit
-def row_words(at, first, has_mask_mod, terms, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """The words of the 64 rows from `first` on in the block at position `at` of the loop, if it `has_mask_mod`, and how
-    many of their bits belong to columns before it. 0 without mask words."""
+def row_words(at, first, may_be_partial, terms, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """The mask words of the 64 rows from `first` on for the block at position `at` of the loop, if it `may_be_partial`;
+    and how many of their bits belong to columns before the block. 0 without mask words."""
     if terms.mask_words is None:
         return 0, 0
     else:
         own = terms.blocks.own
         row = ((at >> 7) << own) + (first & ((1 << own) - 1))
-        words = load_row_words(terms.mask_words + row * WORDS, has_mask_mod, WIDTH, layout)
+        words = load_row_words(terms.mask_words + row * WORDS, may_be_partial, WIDTH, layout)
         return words, (at & (TILE - 1)) >> 2
 
 
 @gluon.jit
 def seen_blocks(first, w, params, BLOCK: gl.constexpr):
-    """`key_blocks` of the 64 queries from `first` on, without blocks at both ends in whose tiles they see no key."""
+    """`block_range` of the 64 queries from `first` on, without blocks at both ends in whose tiles they see no key."""
     terms = params.terms
-    lo, hi, span = key_blocks(first, w, params, WARPGROUP_ROWS, BLOCK)
+    lo, hi, span = block_range(first, w, params, WARPGROUP_ROWS, BLOCK)
     if terms.mask_seen is not None:
         n = gl.arange(0, ENDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         own = terms.blocks.own
@@ -166,7 +167,7 @@ def seen_blocks(first, w, params, BLOCK: gl.constexpr):
 @gluon.jit
 def part_of(block, start):
     """The same block from key `start` on, a multiple of 16 after its first key."""
-    return KeyBlock(start, block.has_mask_mod, block.words, block.shift + ((start - block.start) >> 2))
+    return KeyBlock(start, block.may_be_partial, block.mask_words, block.shift + ((start - block.start) >> 2))
 
 
 def uses_words(request: Request) -> bool:

@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 
 from ..common.device.mask import mask_mod_visible
-from ..common.device.structs import Pairs, Work
-from ..common.device.tile_range import band, block_at, clamp, loop_range
+from ..common.device.structs import Grid, Pairs, Sequences, Work
+from ..common.device.tile_range import band, block_at, clamp, locate, loop_range
 from .gluon_compat import arrive, bar_arrive, bar_sync, gl, gluon, mbarrier, opaque, tma_load
 from .token_rows import Tokens, tma_coordinates
 
 TILE_SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
 TILE_FIELDS: gl.constexpr = gl.constexpr(8)
 # Triton compiles a kernel once for all values of these arguments. By default it compiles another one for 1 and for
-# multiples of 16, and always does for integers in a tuple: so they are arguments of their own (docs/gotchas.md).
+# multiples of 16. For integers in a tuple it always does, so these are single arguments (docs/gotchas.md).
 ANY_VALUE = {
     "do_not_specialize": [
         *("n_q", "n_k", "before", "after", "padded_tokens", "ascending_rows"),
@@ -51,8 +51,8 @@ class TileInfo(NamedTuple):
 
 class TileScheduler(NamedTuple):
     """`num_tiles` tiles: `tiles_per_row` for each of `rows` (batch, head) pairs. Programs draw them from `counter`.
-    Of the first `grouped_rows` rows `rows_in_l2` are scheduled together: what they share fits into L2. The others are
-    scheduled together at the end. None: all are grouped."""
+    The tiles of `rows_in_l2` neighbouring rows are scheduled together, because what they share fits into L2. Only the
+    first `grouped_rows` rows (None: all) form such groups. The others are one more group at the end."""
 
     counter: tl.tensor
     num_tiles: tl.tensor
@@ -113,8 +113,8 @@ def make_mbarriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def column_parts(first, rest):
-    """The descriptors of the one or two column parts of a tensor, as a tuple."""
+def as_parts(first, rest):
+    """The descriptors of the one or two column parts of a tensor, as a tuple. `rest`: the second one, or None."""
     if rest is None:
         return (first,)
     else:
@@ -198,34 +198,34 @@ def cache_row(cache, b):
 
 
 @gluon.jit
-def load_stage_from_pages(pipe, n, x, page_stride, tokens, row, cache, CONFIG: gl.constexpr):
+def load_stage_from_pages(pipe, n, x, page_stride, tokens, first_key, cache, CONFIG: gl.constexpr):
     """`load_stage` from a paged cache: box by box, each within one page. A box past the end of the sequence has no page
     and is zero."""
     BOX: gl.constexpr = x[0].block_type.shape[3]
     WIDTH: gl.constexpr = x[0].block_type.shape[4]
-    BOXES: gl.constexpr = CONFIG.BOXES
+    BOXES: gl.constexpr = CONFIG.PAGE_BOXES
     PREFETCH: gl.constexpr = CONFIG.PAGE_PREFETCH
     stage = n % CONFIG.STAGES
     full = pipe.full.index(stage)
     pages = cache.table + tl.cast(tokens.b, tl.int64) * cache.table_stride
     found = ()
     if PREFETCH > 1:  # the first page numbers are loaded before the stage is empty, to hide their latency
-        found = load_page_numbers(pages, row, tokens.n, 0, BOX, CONFIG)
+        found = load_page_numbers(pages, first_key, tokens.n, 0, BOX, CONFIG)
     mbarrier.wait(pipe.empty.index(stage), phase(n, CONFIG.STAGES) ^ 1)
     if len(x) == 1:
         mbarrier.expect(full, x[0].block_type.nbytes * BOXES)
     else:
         mbarrier.expect(full, (x[0].block_type.nbytes + x[1].block_type.nbytes) * BOXES)
     for i in gl.static_range(BOXES):
-        first = row + i * BOX
-        left = clamp(tokens.n - first, 0, BOX)
+        key = first_key + i * BOX
+        left = clamp(tokens.n - key, 0, BOX)
         if PREFETCH == 1:
-            page = gl.load(pages + first // CONFIG.PAGE_SIZE, mask=left > 0, other=0)
+            page = gl.load(pages + key // CONFIG.PAGE_SIZE, mask=left > 0, other=0)
         else:
             if i > 0 and i % PREFETCH == 0:
-                found = load_page_numbers(pages, row, tokens.n, i, BOX, CONFIG)
+                found = load_page_numbers(pages, first_key, tokens.n, i, BOX, CONFIG)
             page = found[i % PREFETCH]
-        start = clamp(page, 0, cache.num_pages - 1) * page_stride + first % CONFIG.PAGE_SIZE
+        start = clamp(page, 0, cache.num_pages - 1) * page_stride + key % CONFIG.PAGE_SIZE
         box = Tokens(tokens.b, tokens.h, start, left)
         tma_load(x[0], tma_coordinates(x[0], box, 0), full, pipe.parts[0].index(stage).slice(i * BOX, BOX, dim=3))
         if len(x) == 2:
@@ -234,13 +234,14 @@ def load_stage_from_pages(pipe, n, x, page_stride, tokens, row, cache, CONFIG: g
 
 
 @gluon.jit
-def load_page_numbers(pages, row, length, first, BOX: gl.constexpr, CONFIG: gl.constexpr):
-    """The pages of PAGE_PREFETCH boxes, from box `first` of the tile at `row` on; 0 past the end of the sequence."""
+def load_page_numbers(pages, first_key, length, first_box, BOX: gl.constexpr, CONFIG: gl.constexpr):
+    """The pages of PAGE_PREFETCH boxes, from box `first_box` of the block at `first_key` on; 0 past the end of the
+    sequence."""
     PREFETCH: gl.constexpr = CONFIG.PAGE_PREFETCH
     found = ()
     for i in gl.static_range(PREFETCH):
-        at = row + (first + i) * BOX
-        found = found + (gl.load(pages + at // CONFIG.PAGE_SIZE, mask=at < length, other=0),)  # noqa: RUF005
+        key = first_key + (first_box + i) * BOX
+        found = found + (gl.load(pages + key // CONFIG.PAGE_SIZE, mask=key < length, other=0),)  # noqa: RUF005
     return found
 
 
@@ -273,9 +274,15 @@ def num_rows(shape):
     return count
 
 
+@gluon.constexpr_function
+def is_varlen(cu_q, cache_lengths):
+    """Whether sequences differ in length: then the tile info has their lengths."""
+    return cu_q is not None or cache_lengths is not None
+
+
 @gluon.jit
 def write_tile_info(info, n, w, VARLEN: gl.constexpr):
-    """Producer: hands the n-th tile to the consumers; first = -1 ends them."""
+    """Producer: hands the n-th tile to the consumers. A tile with first = -1 ends their loops."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = n % TILE_SLOTS
     mbarrier.wait(info.empty.index(slot), phase(n, TILE_SLOTS) ^ 1)
@@ -337,6 +344,27 @@ def tile_and_row(tile_id, scheduler):
     return scheduler.tiles_per_row - 1 - rest // size, first + rest % size
 
 
+@triton.jit
+def tile_work(tile_id, scheduler, params, CONFIG: tl.constexpr):
+    """The Work of a tile id of the forward. With a KV cache, k0 is the row of a dense cache that holds the keys; and a
+    sequence with at most MAX_DECODE_QUERIES queries has n_q = 0, because the decode kernels compute it."""
+    n_q = params.n_q
+    n_k = params.n_k
+    cu_q = params.cu_q
+    cache = params.cache
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    MAX_DECODE_QUERIES: tl.constexpr = CONFIG.MAX_DECODE_QUERIES
+    tile, row = tile_and_row(tile_id, scheduler)
+    tile_number = row * scheduler.tiles_per_row + tile
+    grid = Grid(scheduler.tiles_per_row, scheduler.heads, scheduler.batch)
+    w = locate(tile_number, grid, Sequences(cu_q, params.cu_k, n_q, n_k), cu_q, BLOCK_M)
+    if cache.lengths is None:
+        return w
+    else:
+        n_q = w.n_q if MAX_DECODE_QUERIES == 0 else tl.where(w.n_q > MAX_DECODE_QUERIES, w.n_q, 0)
+        return Work(w.b, w.h, w.first, w.q0, n_q, cache_row(cache, w.b), cache_length(cache, w.b), w.r0)
+
+
 @gluon.jit
 def next_tile_id(scheduler):
     """Draws the next tile id. A program's first one is its program id. The last draw of a launch resets the counter."""
@@ -347,10 +375,10 @@ def next_tile_id(scheduler):
 
 
 @triton.jit
-def key_blocks(first, w, params, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def block_range(first, w, params, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The blocks [lo, hi) of keys that the queries first .. first + ROWS - 1 visit, at least one, and their span. With
-    a block mask, blocks are counted as `loop_range` does, through the listed tiles; block -1 stands for an empty
-    list."""
+    a block mask, blocks are numbered along the listed tiles, concatenated as in `loop_range`; block -1 stands for an
+    empty list."""
     lists = params.terms.blocks
     at = first + w.n_k - w.n_q
     span = band(at, at + ROWS - 1, w.n_k, params.before, params.after, BLOCK)
@@ -363,31 +391,31 @@ def key_blocks(first, w, params, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_key(n, w, lists, BLOCK: tl.constexpr):
-    """The first key of block n, and whether the mask mod may hide some of its pairs."""
-    first, has_mask_mod = block_at(n * BLOCK, lists, BLOCK, False)
+def find_block(n, w, lists, BLOCK: tl.constexpr):
+    """The first key of block n, and whether it may be partial (see `block_at`)."""
+    first, may_be_partial = block_at(n * BLOCK, lists, BLOCK, False)
     if lists.offsets is not None:
         first = tl.where(n < 0, w.n_k, first)  # past the last key: every pair is masked
-    return first, has_mask_mod
+    return first, may_be_partial
 
 
 @gluon.jit
-def apply_mask_mod(s, has_mask_mod, i, j, w, h, params):
-    """s, with -inf where the mask mod hides key j from query i. It is evaluated in blocks with `has_mask_mod`."""
-    if has_mask_mod:
+def apply_mask_mod(s, may_be_partial, i, j, w, h, params):
+    """s, with -inf where the mask mod hides key j from query i. The mask mod is evaluated if `may_be_partial`."""
+    if may_be_partial:
         visible = (i == i) & (j == j) & mask_mod_visible(Pairs(w, h, i, j), params.terms, params.MASK_MOD)
         s = gl.where(visible, s, float("-inf"))
     return s
 
 
 @gluon.jit
-def load_keys(pipe, n, x, page_stride, keys, row, cache, CONFIG: gl.constexpr):
-    """Loads keys, or their values, from `row` on as use n of a pipeline."""
+def load_keys(pipe, n, x, page_stride, keys, first_key, cache, CONFIG: gl.constexpr):
+    """Loads keys, or their values, from `first_key` on as use n of a pipeline."""
     if CONFIG.FP8:
-        load_stage(pipe, n, x, Tokens(keys.b + row // CONFIG.BLOCK_N, keys.h, 0, 0), 0, CONFIG.STAGES)
+        load_stage(pipe, n, x, Tokens(keys.b + first_key // CONFIG.BLOCK_N, keys.h, 0, 0), 0, CONFIG.STAGES)
     elif cache.lengths is None:
-        load_stage(pipe, n, x, keys, row, CONFIG.STAGES)
+        load_stage(pipe, n, x, keys, first_key, CONFIG.STAGES)
     elif CONFIG.PAGE_SIZE is None:
-        load_stage(pipe, n, x, Tokens(keys.b, keys.h, keys.start * page_stride, keys.n), row, CONFIG.STAGES)
+        load_stage(pipe, n, x, Tokens(keys.b, keys.h, keys.start * page_stride, keys.n), first_key, CONFIG.STAGES)
     else:
-        load_stage_from_pages(pipe, n, x, page_stride, keys, row, cache, CONFIG)
+        load_stage_from_pages(pipe, n, x, page_stride, keys, first_key, cache, CONFIG)

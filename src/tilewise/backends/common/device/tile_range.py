@@ -121,8 +121,9 @@ def loop_range(span, w, h, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def block_at(at, blocks, BLOCK: tl.constexpr, NOT_EMPTY: tl.constexpr = True):
-    """The first column of the tile at position `at` of the loop, and whether the mask mod may hide some of its pairs.
-    Not NOT_EMPTY: `at` may be negative, for rows without tiles."""
+    """The first column of the tile at position `at` of the loop, and whether it may be partial: the mask mod may hide
+    some of its pairs. Without a block mask this is always true, also where there is no mask mod. Not NOT_EMPTY: `at`
+    may be negative, for rows without tiles."""
     if blocks.offsets is None:
         return at, True
     else:
