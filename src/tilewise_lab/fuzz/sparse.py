@@ -13,20 +13,39 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+Shapes = dict[str, tuple[int, ...]]
+SIMPLER = (
+    "mode", "dtype", "batch", "kv_heads", "group", "d", "dv", "scale", "window", "strided", "keys", "narrow",
+    "return_lse", "extra",
+)  # fmt: skip
 FUNCTIONS = ("moba", "nsa", "topk", "neighborhood")
 TIE = 1e-3  # two blocks whose weights differ by less may be chosen the other way round
+ODD = "k=k.long()", "q=q.long()", "k=torch.cat([k, k], -1)", "k=k[:, :1, :, :0]", "v=k[..., :1, :0]"
 BAD = {
-    "moba": ("block_size=0", "top_k=0", "top_k=True", "block_size=5"),
-    "nsa": ("window=0", "num_blocks=0", "block_size=5", "block_size=-4"),
-    "topk": ("indices=indices.float()", "indices=indices[:, :, :, :, None]", "indices=torch.full_like(indices, 99)"),
-    "neighborhood": ("kernel_size=99", "kernel_size=0", "dilation=(1, 1, 1, 1)", "causal=1"),
-}
+    "moba": (
+        *ODD, "block_size=0", "top_k=0", "top_k=True", "block_size=5", "gate=3",
+    ),
+    "nsa": (
+        *ODD, "window=0", "num_blocks=0", "block_size=5", "block_size=-4", "gates=gates[:2]",
+        "blocks=torch.full((*q.shape[:2], k.shape[2], 1), 2**32)",
+        "blocks=torch.full((*q.shape[:2], k.shape[2], 1), 12)",
+        "blocks=torch.zeros(*q.shape[:2], k.shape[2], 2, dtype=torch.int32)",
+    ),
+    "topk": (
+        *ODD, "indices=indices.float()", "indices=indices[:, :, :, :, None]", "indices=torch.full_like(indices, 99)",
+        "indices=torch.zeros_like(indices).repeat(1, 1, 1, 2)", "v=True", "v=99",
+    ),
+    "neighborhood": (*ODD, "kernel_size=99", "kernel_size=0", "dilation=(1, 1, 1, 1)", "causal=1"),
+}  # fmt: skip
+EXTRAS = {"moba": ("gate",), "nsa": ("compressed", "blocks"), "topk": ("columns", "poison"), "neighborhood": ()}
 
 
 @dataclass(frozen=True)
 class SparseCase:
     """space: tokens along each axis, of all but neighborhood one; lengths: those of packed sequences, () for a batch.
-    size: the block or the window's kernel; most: blocks or keys of a query. The defaults are the simplest."""
+    size: the block or the window's kernel; most: blocks or keys of a query; keys: those of topk, 0 for as many as
+    queries; extra: "gate" of moba; "compressed" or "blocks" of nsa; of topk "columns" (v is a number) or "poison" (NaN
+    in keys that no query names). The defaults are the simplest."""
 
     seed: int = 0
     backend: str = "auto"
@@ -47,6 +66,11 @@ class SparseCase:
     dilation: tuple[int, ...] = ()
     causal: tuple[bool, ...] = ()
     scale: float | None = None
+    strided: bool = False
+    keys: int = 0
+    narrow: bool = False
+    return_lse: bool = False
+    extra: str = ""
     bad: tuple[str, str] | None = None
 
     hidden: ClassVar[Any] = None
@@ -69,6 +93,20 @@ class SparseCase:
         """The axes before heads."""
         return (self.tokens,) if self.lengths else (self.batch, *self.space)
 
+    @property
+    def key_lead(self) -> tuple[int, ...]:
+        return (self.batch, self.keys) if self.keys else self.lead
+
+    @property
+    def shapes(self) -> Shapes:
+        heads, dv = self.kv_heads * self.group, min(self.dv, self.d) if self.extra == "columns" else self.dv
+        return {
+            "q": (*self.lead, heads, self.d),
+            "k": (*self.key_lead, self.kv_heads, self.d),
+            "v": (*self.key_lead, self.kv_heads, dv),
+            "out": (*self.lead, heads, dv),
+        }
+
 
 def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> SparseCase:
     """A call that is right, or one with an argument that is wrong; `small` for the interpreter."""
@@ -87,13 +125,18 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> SparseCase:
         causal = tuple(r.random() < 0.3 for _ in space)
         case = replace(case, space=space, size=size, dilation=dilation, causal=causal)
     elif function == "topk":
-        case = replace(case, space=(r.randint(1, most),), most=r.choice((1, 3, 8, 20)))
+        keys = r.choice((0, r.randint(1, most)))
+        case = replace(case, space=(r.randint(1, most),), most=r.choice((1, 3, 8, 20)), keys=keys)
+        case = replace(case, narrow=r.random() < 0.5, return_lse=r.random() < 0.3)
     else:
         block = r.choice((1, 2, 4, 7))
         case = replace(case, size=(block,), space=(block * r.randint(1, most // block),))
         if r.random() < 0.4:
             case = replace(case, batch=1, lengths=tuple(r.choice((0, 1, r.randint(1, most))) for _ in range(3)))
             case = case if sum(case.lengths) else replace(case, lengths=(3,))
+    case = replace(case, strided=r.random() < 0.3)
+    if EXTRAS[function] and r.random() < 0.4 and not case.lengths:
+        case = replace(case, extra=r.choice(EXTRAS[function]))
     if r.random() < 0.15 and not (function in ("moba", "nsa") and case.lengths):
         name, _, value = r.choice(BAD[function]).partition("=")
         case = replace(case, space=(12,)) if name == "block_size" else case
@@ -103,54 +146,88 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> SparseCase:
 
 def code(case: SparseCase) -> str:
     """The Python of a case, which leaves `outs` and, in mode "backward", `grads`."""
-    heads, cast = case.kv_heads * case.group, "" if case.dtype == "float32" else f".to(torch.{case.dtype})"
     lines = ["import torch, tilewise", "from tilewise import sparse"]
     if case.device != "cpu":
         lines.append(f"torch.set_default_device({case.device!r})")
     lines.append(f"torch.manual_seed({case.seed})")
-    shapes = {"q": (heads, case.d), "k": (case.kv_heads, case.d), "v": (case.kv_heads, case.dv)}
-    lines += [f"{name} = torch.randn{(*case.lead, *shape)}{cast}" for name, shape in shapes.items()]
-    leaves, arguments = ["q", "k", "v"], ["q", "k", "v"]
-    options: dict[str, Any]
-    if case.function == "moba":
-        options = {"block_size": case.size[0], "top_k": case.most}
-    elif case.function == "nsa":
-        lines.append(f"gates = tuple(torch.rand{(*case.lead, heads)}{cast} for _ in range(3))")
-        arguments.append("gates")
-        leaves.append("*gates")
-        options = {"block_size": case.size[0], "num_blocks": case.most, "window": case.window}
-    elif case.function == "topk":
-        n = case.space[0]
-        lines.append(f"order = torch.rand{(case.batch, n, case.kv_heads, n)}.argsort(-1)[..., :{case.most}]")
-        lines.append("indices = torch.where(torch.rand(order.shape) < 0.2, -1, order)")
-        options = {"indices": "indices"}
-    else:
-        options = {"kernel_size": case.size, "dilation": case.dilation, "causal": case.causal}
-    if case.lengths:
-        ends = [sum(case.lengths[:n]) for n in range(len(case.lengths) + 1)]
-        options["cu_seqlens"] = f"torch.tensor({ends}, dtype=torch.int32)"
-    if case.scale is not None:
-        options["scale"] = case.scale
-    if case.backend != "auto":
-        options["backend"] = repr(case.backend)
+    names = [name for name in "qkv" if not (name == "v" and case.extra == "columns")]
+    lines += [f"{name} = {_random(case, case.shapes[name])}" for name in names]
+    arguments = {name: name for name in names} | ({} if "v" in names else {"v": str(case.shapes["v"][-1])})
+    said = _said(case, lines, names)
     if case.bad is not None:
-        options[case.bad[0]] = case.bad[1]
-    said = ", ".join([*arguments, *(f"{name}={x}" for name, x in options.items())])
-    call = f"outs = (sparse.{case.function}({said}),)"
+        (said if case.bad[0] not in arguments else arguments)[case.bad[0]] = case.bad[1]
+    call = f"sparse.{case.function}({', '.join([*arguments.values(), *(f'{name}={x}' for name, x in said.items())])})"
+    call = f"outs = {call}" if case.return_lse and case.bad is None else f"outs = ({call},)"
     if case.mode == "no_grad":
         return "\n".join([*lines, "with torch.no_grad():", f"    {call}"])
     if case.mode == "call":
         return "\n".join([*lines, call])
-    names = ", ".join(leaves)
+    douts = [f"dout = {_random(case, case.shapes['out'])}", "douts = [dout]"]
+    if case.return_lse:
+        douts[1] = "douts = [dout, torch.randn_like(outs[1])]"
     return "\n".join(
         [
             *lines,
-            f"leaves = [x.requires_grad_() for x in ({names},)]",
+            f"leaves = [x.requires_grad_() for x in ({', '.join(names)},)]",
             call,
-            f"dout = torch.randn(outs[0].shape){cast}",
-            "grads = torch.autograd.grad(outs[0], leaves, dout, allow_unused=True, materialize_grads=True)",
+            *douts,
+            "grads = torch.autograd.grad(outs, leaves, douts, allow_unused=True, materialize_grads=True)",
         ]
     )
+
+
+def _random(case: SparseCase, shape: tuple[int, ...]) -> str:
+    """A tensor of random numbers; if `strided` the axis before heads comes after them in memory."""
+    cast = "" if case.dtype == "float32" else f".to(torch.{case.dtype})"
+    if case.strided:
+        return f"torch.randn{(*shape[:-3], shape[-2], shape[-3], shape[-1])}{cast}.transpose(-2, -3)"
+    return f"torch.randn{shape}{cast}"
+
+
+def _said(case: SparseCase, lines: list[str], leaves: list[str]) -> dict[str, Any]:
+    """The keyword arguments. Adds the lines that make them, and their tensors that have gradients."""
+    heads, cast = case.kv_heads * case.group, "" if case.dtype == "float32" else f".to(torch.{case.dtype})"
+    said: dict[str, Any]
+    if case.function == "moba":
+        said = {"block_size": case.size[0], "top_k": case.most}
+        if case.extra == "gate":
+            said["gate"] = "lambda q, k, n: -sparse.mean_key_gate(q, k, n)"
+    elif case.function == "nsa":
+        lines.append(f"gates = tuple(torch.rand{(*case.lead, heads)}{cast} for _ in range(3))")
+        leaves.append("*gates")
+        said = {"gates": "gates", "block_size": case.size[0], "num_blocks": case.most, "window": case.window}
+        count = case.tokens // case.size[0]
+        if case.extra == "compressed":
+            shapes = [(case.batch, count, *case.shapes[name][2:]) for name in "kv"]
+            lines.append(f"compressed = {_random(case, shapes[0])}, {_random(case, shapes[1])}")
+            leaves.append("*compressed")
+        elif case.extra == "blocks":
+            lines.append(f"order = torch.rand{(*case.lead, case.kv_heads, count)}.argsort(-1)[..., :{case.most}]")
+            lines.append(f"own = torch.arange({case.tokens})[:, None, None] // {case.size[0]}")
+            lines.append("blocks = torch.where(order <= own, order, -1)")
+        if case.extra:
+            said[case.extra] = case.extra
+    elif case.function == "topk":
+        keys = case.key_lead[1]
+        lines.append(f"order = torch.rand{(*case.lead, case.kv_heads, keys)}.argsort(-1)[..., :{case.most}]")
+        narrow = ".int()" if case.narrow else ""
+        lines.append(f"indices = torch.where(torch.rand(order.shape) < 0.2, -1, order){narrow}")
+        said = {"indices": "indices"} | ({"return_lse": True} if case.return_lse else {})
+        if case.extra == "poison":
+            named = f"torch.where(indices < 0, {keys}, indices).long().transpose(2, 3).flatten(1, 2)"
+            zeros = f"torch.zeros({case.batch}, {keys + 1}, {case.kv_heads}, dtype=torch.bool)"
+            lines.append(f"unnamed = ~{zeros}.scatter(1, {named}, True)[:, :-1]")
+            lines.append("k[unnamed], v[unnamed] = torch.nan, torch.nan")
+    else:
+        said = {"kernel_size": case.size, "dilation": case.dilation, "causal": case.causal}
+    if case.lengths:
+        ends = [sum(case.lengths[:n]) for n in range(len(case.lengths) + 1)]
+        said["cu_seqlens"] = f"torch.tensor({ends}, dtype=torch.int32)"
+    if case.scale is not None:
+        said["scale"] = case.scale
+    if case.backend != "auto":
+        said["backend"] = repr(case.backend)
+    return said
 
 
 def fault(case: SparseCase, found: dict[str, Any]) -> tuple[str, str] | None:
@@ -160,46 +237,66 @@ def fault(case: SparseCase, found: dict[str, Any]) -> tuple[str, str] | None:
     if pairs is None:  # a choice between equals
         return None
     exact, peer = (results(case, found, pairs, x) for x in (torch.float64, dtype))
+    largest = max(1.0, *(y.nan_to_num(neginf=0.0).abs().max().item() for y in exact.values() if y.numel()))
+    small = 16 * torch.finfo(dtype).eps * largest  # terms as large as the other results may cancel
     ours = dict(zip(exact, (*found["outs"], *found.get("grads", ())), strict=True))
     for name, x in ours.items():
-        if x.shape != exact[name].shape or x.dtype != dtype:
-            return name, f"{name}: {x.dtype} {tuple(x.shape)}, not {dtype} {tuple(exact[name].shape)}"
-        error, torchs = ((y.detach().double() - exact[name]).abs().max().item() for y in (x, peer[name]))
-        small = 16 * torch.finfo(dtype).eps * max(1.0, exact[name].abs().max().item())
+        expected = torch.promote_types(dtype, torch.float32) if name == "lse" else dtype
+        if x.shape != exact[name].shape or x.dtype != expected:
+            return name, f"{name}: {x.dtype} {tuple(x.shape)}, not {expected} {tuple(exact[name].shape)}"
+        if not torch.equal(x.isfinite(), exact[name].isfinite()):
+            return name, f"{name}: not finite where it should be, or the other way round"
+        x, y, other = (t.detach().double().nan_to_num(neginf=0.0) for t in (x, exact[name], peer[name]))
+        error, torchs = ((t - y).abs().max().item() if t.numel() else 0.0 for t in (x, other))
         if not error <= 2 * torchs + small:
             return name, f"{name}: error {error:.1e}, torch's {torchs:.1e}"
     return None
 
 
 def results(case: SparseCase, found: dict[str, Any], pairs: list[Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """out, and the gradients of `leaves`, of dense attention over `pairs`."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in found.get("leaves", [found[n] for n in "qkv"])]
-    q, k, v, *gates = leaves
-    if not gates and case.function == "nsa":
-        gates = [x.to(dtype) for x in found["gates"]]
-    rows = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
-    keys, values = (x.transpose(0, 1).repeat_interleave(case.group, 0) for x in rows[1:])
-    queries, scale = rows[0].transpose(0, 1), case.d**-0.5 if case.scale is None else case.scale
+    """out, lse if it is wanted, and the gradients of `leaves`, of dense attention over `pairs`."""
+    names = ["q", "k", *(["v"] if case.extra != "columns" else [])]
+    more = [*found.get("gates", ()), *found.get("compressed", ())]
+    leaves = [x.detach().to(dtype).nan_to_num(nan=0.0).requires_grad_() for x in (*(found[n] for n in names), *more)]
+    x = dict(zip(names, leaves, strict=False))
+    x.setdefault("v", x["k"][..., : case.shapes["v"][-1]])
+    queries = x["q"].reshape(-1, *x["q"].shape[-2:]).transpose(0, 1)
+    keys, values = (_by_head(case, x[name]) for name in "kv")
+    scale = case.d**-0.5 if case.scale is None else case.scale
     if case.function != "nsa":
-        out = _attended(queries, keys, values, pairs[0], scale)
+        out, lse = _attended(queries, keys, values, pairs[0], scale)
     else:
+        gates, compressed = leaves[3:6], leaves[6:]
         means = pairs[3].to(dtype)
-        coarse = _attended(queries, means @ keys, means @ values, pairs[0], scale)
-        fine = [_attended(queries, keys, values, seen, scale) for seen in pairs[1:3]]
+        blocks = [_by_head(case, t) for t in compressed] if compressed else [means @ keys, means @ values]
+        coarse, lse = _attended(queries, blocks[0], blocks[1], pairs[0], scale)
+        fine = [_attended(queries, keys, values, seen, scale)[0] for seen in pairs[1:3]]
         every = zip((coarse, *fine), gates, strict=True)
-        out = sum((x * g.reshape(-1, g.shape[-1]).T[..., None] for x, g in every), torch.zeros_like(coarse))
-    out = out.transpose(0, 1).reshape(*case.lead, *out.transpose(0, 1).shape[1:])
+        out = sum((o * g.reshape(-1, g.shape[-1]).T[..., None] for o, g in every), torch.zeros_like(coarse))
+    out = out.transpose(0, 1).reshape(case.shapes["out"])
+    outs = {"out": out}
+    if case.return_lse:
+        outs["lse"] = lse.unflatten(1, (case.batch, -1)).transpose(0, 1)
+    told = {name: y.detach() for name, y in outs.items()}
     if "grads" not in found:
-        return {"out": out.detach()}
-    grads = torch.autograd.grad(out, leaves, found["dout"].to(dtype), allow_unused=True, materialize_grads=True)
-    return {"out": out.detach()} | {f"gradient {n}": g for n, g in enumerate(grads)}
+        return told
+    douts = [y.to(dtype) for y in found["douts"]]
+    grads = torch.autograd.grad([*outs.values()], leaves, douts, allow_unused=True, materialize_grads=True)
+    return told | {f"gradient {n}": g for n, g in enumerate(grads)}
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """(H, T, Dv); 0 for rows that see nothing."""
+def _by_head(case: SparseCase, x: Tensor) -> Tensor:
+    """Keys or values of all tokens, (H, T, D)."""
+    return x.reshape(-1, *x.shape[-2:]).transpose(0, 1).repeat_interleave(case.group, 0)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(H, T, Dv) and lse (H, T); 0 and -inf for rows that see nothing."""
     s = (scale * (q @ k.mT)).masked_fill(~seen, -torch.inf)
     empty = ~seen.any(-1, keepdim=True)
-    return s.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ v
+    s = s.masked_fill(empty, 0.0)
+    lse = s.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
+    return s.softmax(-1).masked_fill(empty, 0.0) @ v, lse
 
 
 def visible(case: SparseCase, found: dict[str, Any]) -> list[Any] | None:
@@ -210,22 +307,23 @@ def visible(case: SparseCase, found: dict[str, Any]) -> list[Any] | None:
     ends = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     q, k = (found[n].detach().double().reshape(-1, *found[n].shape[-2:]).transpose(0, 1).cpu() for n in "qk")
     total = ends[-1]
-    seen = torch.zeros(heads, total, total, dtype=torch.bool)
+    each = case.keys or total // case.batch
+    seen = torch.zeros(heads, total, len(ends[1:]) * each if case.function == "topk" else total, dtype=torch.bool)
     if case.function == "topk":
         for (b, i, g, _), j in zip(torch.cartesian_prod(*map(torch.arange, found["indices"].shape)).tolist(),
                                    found["indices"].flatten().tolist(), strict=True):  # fmt: skip
             if j >= 0:
-                seen[g * case.group : (g + 1) * case.group, ends[b] + i, ends[b] + j] = True
+                seen[g * case.group : (g + 1) * case.group, ends[b] + i, b * each + j] = True
     elif case.function == "neighborhood":
-        each = [_axis(*x) for x in zip(case.space, case.size, case.dilation, case.causal, strict=True)]
-        grid = each[0]
-        for axis in each[1:]:
+        axes = [_axis(*x) for x in zip(case.space, case.size, case.dilation, case.causal, strict=True)]
+        grid = axes[0]
+        for axis in axes[1:]:
             grid = (grid[:, None, :, None] & axis[None, :, None, :]).flatten(0, 1).flatten(1, 2)
         for start, end in pairwise(ends):
             seen[:, start:end, start:end] = grid
     if case.function in ("topk", "neighborhood"):
         return [seen.to(found["q"].device)]
-    return _blocks(case, q, k, ends, seen, found["q"].device)
+    return _blocks(case, q, k, ends, seen, found)
 
 
 def _axis(length: int, size: int, step: int, causal: bool) -> Tensor:
@@ -240,7 +338,9 @@ def _axis(length: int, size: int, step: int, causal: bool) -> Tensor:
     return seen
 
 
-def _blocks(case: SparseCase, q: Tensor, k: Tensor, ends: list[int], seen: Tensor, device: Any) -> list[Any] | None:
+def _blocks(
+    case: SparseCase, q: Tensor, k: Tensor, ends: list[int], seen: Tensor, found: dict[str, Any]
+) -> list[Any] | None:
     """`visible` of moba and nsa; None where a choice is nearly a tie."""
     size = case.size[0]
     blocks = [(a, min(a + size, end), start) for start, end in pairwise(ends) for a in range(start, end, size)]
@@ -251,7 +351,10 @@ def _blocks(case: SparseCase, q: Tensor, k: Tensor, ends: list[int], seen: Tenso
     coarse = torch.zeros(heads, total, len(blocks), dtype=torch.bool)
     near = torch.zeros_like(seen)
     keys = k.repeat_interleave(case.group, 0)
-    scores = q @ (means @ keys).mT  # (H, T, blocks)
+    block_keys = means @ keys
+    if "compressed" in found:
+        block_keys = _by_head(case, found["compressed"][0].detach().double().cpu())
+    scores = q @ block_keys.mT * (-1 if case.extra == "gate" else 1)  # (H, T, blocks)
     scale = case.d**-0.5 if case.scale is None else case.scale
     for i in range(total):
         start = max(x for x in ends[:-1] if x <= i)
@@ -262,6 +365,11 @@ def _blocks(case: SparseCase, q: Tensor, k: Tensor, ends: list[int], seen: Tenso
         near[:, i, max(start, i - case.window + 1) : i + 1] = True
         for g in range(case.kv_heads if case.function == "nsa" else heads):
             mine = slice(g * case.group, (g + 1) * case.group) if case.function == "nsa" else slice(g, g + 1)
+            if "blocks" in found:
+                row, at = divmod(i, case.space[0])
+                for n in (start // size + c for c in found["blocks"][row, at, g].tolist() if c >= 0):
+                    seen[mine, i, blocks[n][0] : min(blocks[n][1], i + 1)] = True
+                continue
             weight = scores[mine, i].sum(0)
             if case.function == "nsa" and before:
                 weight = torch.zeros(len(blocks), dtype=torch.float64)
@@ -273,8 +381,8 @@ def _blocks(case: SparseCase, q: Tensor, k: Tensor, ends: list[int], seen: Tenso
             for n in (*ordered[:count], own):
                 a, b, _ = blocks[n]
                 seen[mine, i, a : min(b, i + 1)] = True
-    found = [seen] if case.function == "moba" else [coarse, seen, near, means]
-    return [x.to(device) for x in found]
+    every = [seen] if case.function == "moba" else [coarse, seen, near, means]
+    return [x.to(found["q"].device) for x in every]
 
 
 def candidates(case: SparseCase) -> Iterator[SparseCase]:
@@ -283,7 +391,7 @@ def candidates(case: SparseCase) -> Iterator[SparseCase]:
         return
     simplest = SparseCase()
     for name in case.dict():
-        if name in ("mode", "dtype", "batch", "kv_heads", "group", "d", "dv", "scale", "window"):
+        if name in SIMPLER:
             yield replace(case, **{name: getattr(simplest, name)})
     if case.most > 1:
         yield replace(case, most=case.most // 2)

@@ -11,7 +11,7 @@ from tilewise import sparse
 from tilewise_lab.fuzz.draw import Where, draw_sparse
 from tilewise_lab.fuzz.judge import judge
 from tilewise_lab.fuzz.shrink import shrink
-from tilewise_lab.fuzz.sparse import FUNCTIONS, SparseCase
+from tilewise_lab.fuzz.sparse import EXTRAS, FUNCTIONS, SparseCase
 
 
 def test_right_calls_are_right() -> None:
@@ -26,6 +26,7 @@ def test_every_choice_is_drawn() -> None:
         if name not in ("device", "backend"):
             assert len({getattr(case, name) for case in cases}) > 1, name
     assert {case.function for case in cases if case.bad} == set(FUNCTIONS)
+    assert {case.extra for case in cases if not case.bad} == {"", *(x for extras in EXTRAS.values() for x in extras)}
     assert cases[:20] == [draw_sparse(0, number, Where()) for number in range(20)]
 
 
