@@ -1,10 +1,4 @@
-"""The tiles of the Hopper kernels: tables by head dim and kind of call, with the measured reason beside each row.
-
-All measurements are on an H200 in bf16. A call is "batch x sequence length", with hidden size 2048 unless the number of
-heads is given. A "ratio" is the time of the fastest other library (cuDNN or FlashAttention-3) divided by ours: above 1,
-we are faster. TFLOP/s are of calls with 16384 tokens in all. The first number is that of the row's own tile; the others
-are those of the tiles that the comment names, in its order. "Lazy" is a tile with `lazy_rescale`, "always" one without.
-"""
+"""The tiles of the Hopper kernels: tables by head dim and kind of call, with the measured reason beside each row."""
 
 from __future__ import annotations
 
@@ -49,6 +43,11 @@ class ForwardRow(NamedTuple):
     tile: ForwardTile
 
 
+# All measurements are on an H200 in bf16. A call is "batch x sequence length", with hidden size 2048 unless the number
+# of heads is given. A "ratio" is the time of the fastest other library (cuDNN or FlashAttention-3) divided by ours:
+# above 1, we are faster. TFLOP/s are of calls with 16384 tokens in all. The first number is that of the row's own tile;
+# the others are those of the tiles that the comment names, in its order. "Lazy" is a tile with `lazy_rescale`, "always"
+# one without.
 FORWARD: tuple[ForwardRow, ...] = (
     # max_d, max_dv, max_keys, only_banded, only_plain, tile
     # Causal and short. Ratios of this tile, two programs, one program of two warpgroups: 64 x 512 with 12 heads 1.14,
