@@ -91,7 +91,7 @@ def topk(
     given = v if isinstance(v, Tensor) else None
     settings = values.shape[3], float(scale), deterministic, _backend(q, backend)
     if is_transformed():
-        if settings[3] != "reference":
+        if backend == "triton":
             found = "a torch.func transform or forward mode"
             raise AttentionError("backend='triton' of topk", found, "backend='reference', or 'auto'")
         indices = torch.ops.tilewise_sparse.checked_indices(indices, k.shape[1])

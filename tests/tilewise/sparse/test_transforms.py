@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -89,3 +90,34 @@ def test_topk_on_the_kernels(triton_runs: None) -> None:
         torch.func.grad(lambda q: sparse.topk(q, x, x, indices, backend="triton").sum())(x)
     with pytest.raises(AttentionError, match=r"indices\[0, 0, 0, 0\] of topk: found 4"):
         torch.func.grad(lambda q: sparse.topk(q, x, x, indices + 4).sum())(x)
+
+
+def test_topk_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where "auto" is the kernels, as on sm_90."""
+    x, indices = torch.randn(1, 4, 1, 16), torch.zeros(1, 4, 1, 1, dtype=torch.int64)
+
+    def gradient() -> Tensor:
+        return torch.func.grad(lambda q: sparse.topk(q, x, x, indices).square().sum())(x)
+
+    expected = gradient()
+    monkeypatch.setattr(sys.modules["tilewise.sparse.topk"], "_backend", lambda q, name: "triton")
+    assert torch.equal(gradient(), expected)
+
+
+@pytest.mark.parametrize("name", ["moba", "nsa"])
+def test_blocks_on_the_kernels(name: str, triton_runs: None) -> None:
+    torch.manual_seed(0)
+    x = [torch.randn(1, 8, h, 16) for h in (2, 1, 1)]
+    gates: Any = tuple(torch.rand(1, 8, 2) for _ in range(3))
+
+    def f(*x: Tensor, backend: str = "triton") -> Tensor:
+        if name == "moba":
+            return sparse.moba(*x, block_size=4, top_k=2, backend=backend)
+        return sparse.nsa(*x, gates, block_size=4, num_blocks=2, window=3, backend=backend)
+
+    leaves = [t.clone().requires_grad_() for t in x]
+    expected = torch.autograd.grad(f(*leaves, backend="reference").square().sum(), leaves)
+    found = torch.func.grad(lambda *x: f(*x).square().sum(), (0, 1, 2))(*x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    stacks = [torch.stack([t, t]) for t in x]
+    torch.testing.assert_close(torch.vmap(f)(*stacks)[1], f(*x), rtol=1e-5, atol=1e-5)
