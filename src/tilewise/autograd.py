@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .backends.reference import ReferenceBackend
+from .backends.reference.derivatives import reference_jvp, reference_vjp
 from .errors import AttentionError
 from .ops import dense as ops
 from .plan_cache import CallPlan, at_wanted, is_eager, is_traced
@@ -16,6 +17,7 @@ from .request import TENSOR_TYPES, BackwardInputs, Request, Spec, arguments, has
 from .torch_internals import batched, eager_apply, forward_mode_level, profiler_enabled, transform_level, unbatched
 
 REFERENCE = ReferenceBackend.name  # torch itself differentiates its results, to any order
+TERMS = "derivatives of a bias, sinks or a mod's tensors"
 
 
 def attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], with_lse: bool = True) -> Any:
@@ -42,7 +44,7 @@ def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None],
         request = Request.of(spec, tensors)
         if ops.chosen(request).name == REFERENCE:
             return ReferenceBackend.differentiable(request)
-        return TransformedAttention.apply(plan or spec, *tensors)  # type: ignore[no-untyped-call]
+        return TransformedAttention.apply(Leaf(plan or spec), *tensors)  # type: ignore[no-untyped-call]
     wanted = tensors[: num_differentiable(spec)]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
         return run_forward(plan or spec, tensors)
@@ -127,6 +129,15 @@ class Attention(AttentionWithLse):
 _apply, _apply_with_lse = eager_apply(Attention), eager_apply(AttentionWithLse)
 
 
+class Leaf:
+    """An argument of a Function that is no tensor. torch.func takes tuples apart, and a Spec is one."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class TransformedAttention(AttentionWithLse):
     """Attention within torch.func or forward mode. torch.compile does not trace a Function that has a jvp, so this is a
     class of its own."""
@@ -134,25 +145,24 @@ class TransformedAttention(AttentionWithLse):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: Any, *tensors: Any) -> Any:  # type: ignore[override]
-        return run_forward(call, tensors)
+    def forward(call: Leaf, *tensors: Any) -> Any:  # type: ignore[override]
+        return run_forward(call.value, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         call, *tensors = inputs
-        _save(ctx, call, tensors, output)
+        _save(ctx, call.value, tensors, output)
         ctx.save_for_forward(*tensors, *output[:2])
 
     @staticmethod
     def jvp(ctx: Any, _call: Any, *tangents: Any) -> Any:
         *tensors, out, lse = ctx.saved_tensors
         request = Request.of(spec_of(ctx.call), tensors)
-        if any(t is not None for t in tangents[3:]):
-            raise AttentionError(
-                "forward mode on these kernels",
-                "a tangent of a bias, sinks or a mod's tensor",
-                f"tangents of q, k and v only, or backend={REFERENCE!r}",
-            )
+        lacking = TERMS if any(t is not None for t in tangents[3:]) else ops.chosen(request).lacks_jvp(request)
+        if takes_reference("forward mode", request, lacking):
+            spec = request.spec._replace(max_logit=False)
+            found = reference_jvp(lambda *x: ReferenceBackend.differentiable(Request.of(spec, x)), tensors, tangents)
+            return (*found, None) if request.spec.max_logit else tuple(found)
         given = [torch.zeros_like(x) if t is None else t for x, t in zip(request[:3], tangents, strict=False)]
         tangents_of = torch.ops.tilewise.jvp(out, lse, given, *arguments(request))
         return (*tangents_of, None) if request.spec.max_logit else tangents_of
@@ -186,8 +196,8 @@ def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor 
             every = (*wanted, *(False,) * (num_differentiable(spec) - n))
             return ReferenceBackend.differentiable_backward(request, bwd_inputs, every)[:n]
         # Out and lse get no gradient; if torch knew where they come from, it would run this backward with zeros.
-        arguments_of: Any = (wanted, spec, out.detach(), lse.detach(), *bwd_inputs[2:], *tensors)
-        return FirstDerivative.apply(*arguments_of)  # type: ignore[no-untyped-call]
+        constants = out.detach(), lse.detach()
+        return FirstDerivative.apply(Leaf(wanted), Leaf(spec), *constants, *bwd_inputs[2:], *tensors)  # type: ignore[no-untyped-call]
 
     is_stack = not torch.compiler.is_compiling() and is_batched(dout, dlse)
     grads = split_batched(gradients, dout, dlse) if is_stack else gradients(dout, dlse)
@@ -220,8 +230,8 @@ def first_gradients(request: Request, bwd_inputs: BackwardInputs) -> Any:
     Out and lse count as constants: the gradient with respect to q, k and v is the whole derivative."""
     if not _is_higher_order(bwd_inputs.dout, *request[:3]):
         return ops.registered("backward")(*bwd_inputs, *arguments(request))
-    wanted: Any = (True,) * 3
-    return FirstDerivative.apply(wanted, request.spec, *bwd_inputs, *request.tensors())  # type: ignore[no-untyped-call]
+    wanted, spec = Leaf((True,) * 3), Leaf(request.spec)
+    return FirstDerivative.apply(wanted, spec, *bwd_inputs, *request.tensors())  # type: ignore[no-untyped-call]
 
 
 class FirstDerivative(torch.autograd.Function):
@@ -230,12 +240,13 @@ class FirstDerivative(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(wanted: Any, spec: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
-        return run_backward(wanted, spec, BackwardInputs(out, lse, dout, dlse), tensors)
+    def forward(wanted: Leaf, spec: Leaf, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
+        return run_backward(wanted.value, spec.value, BackwardInputs(out, lse, dout, dlse), tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        ctx.wanted, ctx.spec, *tensors = inputs
+        wanted, spec, *tensors = inputs
+        ctx.wanted, ctx.spec = wanted.value, spec.value
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
@@ -244,18 +255,21 @@ class FirstDerivative(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Out and lse get no gradient: that of q, k and v is the whole derivative."""
         out, lse, dout, dlse, *tensors = ctx.saved_tensors
+        request = Request.of(ctx.spec, tensors)
         terms = any(x is not None for x in cotangents[3:]) or any(ctx.needs_input_grad[9:])
-        _check_second("a gradient of the gradient", Request.of(ctx.spec, tensors), terms)
+        by_reference = takes_reference("a gradient of the gradient", request, lacks_second(request, terms))
 
-        def second(*tangents: Tensor | None) -> Any:
-            given = _tangents(tangents, tensors)
-            return SecondDerivative.apply(ctx.spec, out, lse, dout, dlse, *given, *tensors)  # type: ignore[no-untyped-call]
+        def second(*given: Tensor | None) -> Any:
+            if by_reference:
+                inputs = dout, dlse, *tensors
+                return reference_vjp(_reference_gradients(ctx), inputs, given, ctx.needs_input_grad[4:])
+            moved = _tangents(given[:3], tensors)
+            tout, tlse, *grads = SecondDerivative.apply(Leaf(ctx.spec), out, lse, dout, dlse, *moved, *tensors)  # type: ignore[no-untyped-call]
+            return tout, None if dlse is None else tlse, *grads, *(None,) * (len(tensors) - 3)
 
-        given = cotangents[:3]
-        is_stack = not torch.compiler.is_compiling() and is_batched(*given)
-        tout, tlse, *grads = split_batched(second, *given) if is_stack else second(*given)
-        nothing = (None,) * (len(tensors) - 3)
-        return None, None, None, None, tout, None if dlse is None else tlse, *grads, *nothing
+        is_stack = not torch.compiler.is_compiling() and is_batched(*cotangents)
+        found = split_batched(second, *cotangents) if is_stack else second(*cotangents)
+        return None, None, None, None, *found
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -263,7 +277,9 @@ class FirstDerivative(torch.autograd.Function):
         out, lse, dout, dlse, *tensors = ctx.saved_tensors
         tdout, tdlse, *others = tangents[4:]
         request, terms = Request.of(ctx.spec, tensors), any(x is not None for x in others[3:])
-        _check_second("a derivative of the gradient", request, terms or any(ctx.wanted[3:]))
+        lacking = lacks_second(request, terms or any(ctx.wanted[3:]))
+        if takes_reference("a derivative of the gradient", request, lacking):
+            return tuple(reference_jvp(_reference_gradients(ctx), (dout, dlse, *tensors), tangents[4:]))
         grads = [torch.zeros_like(x) for x in request[:3]]
         if any(x is not None for x in others[:3]):
             moved = _tangents(others[:3], tensors)
@@ -282,8 +298,8 @@ class SecondDerivative(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(spec: Any, out: Any, lse: Any, dout: Any, dlse: Any, tq: Any, tk: Any, tv: Any, *tensors: Any) -> Any:
-        request = Request.of(spec, tensors)
+    def forward(spec: Leaf, out: Any, lse: Any, dout: Any, dlse: Any, tq: Any, tk: Any, tv: Any, *tensors: Any) -> Any:
+        request = Request.of(spec.value, tensors)
         return ops.registered("hvp")(out, lse, dout, dlse, [tq, tk, tv], *arguments(request))
 
     @staticmethod
@@ -327,14 +343,36 @@ def _tangents(given: Sequence[Tensor | None], tensors: Sequence[Any]) -> list[Te
     return [torch.zeros_like(x) if t is None else t.to(x.dtype) for t, x in pairs]
 
 
-def _check_second(what: str, request: Request, terms: bool) -> None:
-    """Raise if the kernels have no second derivatives of a call. `terms`: those of a bias, sinks or a mod's tensors are
-    wanted."""
-    lacking = "the gradients of bias, sinks or a mod's tensors" if terms else ops.chosen(request).lacks_hvp(request)
-    if lacking is None and is_dtensor(*request[:3]):
-        lacking = "DTensors"
-    if lacking is not None:
-        _need_reference(what, lacking)
+def lacks_second(request: Request, terms: bool) -> str | None:
+    """Why the kernels have no second derivatives of a call, or None. `terms`: those of a bias, sinks or a mod's tensors
+    are wanted."""
+    return TERMS if terms else ops.chosen(request).lacks_hvp(request)
+
+
+def takes_reference(what: str, request: Request, lacking: str | None) -> bool:
+    """Whether the reference computes a derivative, because the kernels lack it and the backend is "auto".
+
+    Raises:
+        AttentionError: the kernels lack it and were named, or the tensors are DTensors.
+    """
+    if is_dtensor(*request[:3]):
+        lacking = lacking or "DTensors"
+    elif lacking is None or request.spec.backend == "auto":
+        return lacking is not None
+    _need_reference(what, lacking)
+
+
+def _reference_gradients(ctx: Any) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The gradients that a FirstDerivative has computed, as a function of dout, dlse and `Request.tensors()`."""
+    out, lse, *_ = ctx.saved_tensors
+    rest = (False,) * (num_differentiable(ctx.spec) - len(ctx.wanted))
+    every = True, True, True, *ctx.wanted[3:], *rest  # as `run_backward`, which always computes those of q, k and v
+
+    def gradients(dout: Tensor, dlse: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        request, bwd_inputs = Request.of(ctx.spec, tensors), BackwardInputs(out, lse, dout, dlse)
+        return ReferenceBackend.differentiable_backward(request, bwd_inputs, every)[: len(ctx.wanted)]
+
+    return gradients
 
 
 def _need_reference(what: str, found: str) -> NoReturn:

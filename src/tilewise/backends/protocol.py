@@ -72,6 +72,10 @@ class Backend(Protocol):
         tensors, in this order."""
         ...
 
+    def lacks_jvp(self, request: Request) -> str | None:
+        """Why it has no `jvp` of a supported call, or None."""
+        ...
+
     def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The tangents of out and lse for tangents of q, k and v."""
         ...

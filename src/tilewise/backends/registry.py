@@ -67,6 +67,11 @@ class KernelBackend:
 
         return term_gradients(request, bwd_inputs, wanted)
 
+    def lacks_jvp(self, request: Request) -> str | None:
+        from .common.score_terms import lacks_jvp
+
+        return lacks_jvp(request)
+
     def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         from .common.jvp_launches import jvp
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,20 @@ def test_what_the_kernels_lack(name: str, triton_runs: None) -> None:
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(AttentionError, match=rf"a gradient of the gradient: found .*{words}.*; expected .*'reference'"):
         torch.autograd.grad(dq.sum(), q)
+
+
+def test_a_hessian(triton_runs: None) -> None:
+    """torch.func takes the tuples among a Function's arguments apart."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, 1, 8).unbind()
+
+    def hessian(backend: str, dtype: torch.dtype) -> Any:
+        call = lambda q, k: tilewise.attention(q, k, v.to(dtype), causal=True, backend=backend).sin().sum()  # noqa: E731
+        return torch.func.hessian(call, (0, 1))(q.to(dtype), k.to(dtype))
+
+    for row, exact in zip(hessian("triton", torch.float32), hessian("reference", torch.float64), strict=True):
+        for found, expected in zip(row, exact, strict=True):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_third_derivative_is_refused(triton_runs: None) -> None:

@@ -83,6 +83,9 @@ class ThirdBackend:
 
         return self.runner("term_gradients", run)
 
+    def lacks_jvp(self, request: Request) -> str | None:
+        return None if request.bias is None else "a bias"
+
     def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self.ran.append("jvp")
         q, k, v = heads_first(request)
@@ -161,7 +164,8 @@ def scores(request: Request) -> Tensor:
 
 def results(request: Request) -> tuple[Tensor, Tensor]:
     s = scores(request)
-    return (s.softmax(-1) @ request.v.transpose(1, 2)).transpose(1, 2), s.logsumexp(-1)
+    out = (s.softmax(-1) @ request.v.transpose(1, 2)).transpose(1, 2).contiguous()  # as kernels return it: no view
+    return out, s.logsumexp(-1)
 
 
 def gradients(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...errors import AttentionError
 from ...request import Request
 from .clear import clear_launches
 from .jvp import JvpTensors, jvp_kernel
@@ -14,18 +13,11 @@ from .kernel_config import flag_count, is_even, launch_options, tile_of
 from .launch import DeviceMemory, Launch, Memory, Target, can_overlap, target_of
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
-from .score_terms import device_terms, folded, lacks_jvp, mask_mod
+from .score_terms import device_terms, folded, mask_mod
 
 
 def jvp(request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The tangents of out and lse for tangents of q, k and v.
-
-    Raises:
-        AttentionError: the call has a bias, or a mod with large scores.
-    """
-    lacking = lacks_jvp(request)
-    if lacking is not None:
-        raise AttentionError("forward mode on these kernels", lacking, "backend='reference', or no such term")
+    """The tangents of out and lse for tangents of q, k and v, of a call with `lacks_jvp` None."""
     device = request.q.device
     target, memory = target_of(device), DeviceMemory(device)
     dout, dlse = memory.empty(out.shape, out.dtype), memory.empty(lse.shape, lse.dtype)

@@ -51,6 +51,9 @@ class ReferenceBackend:
 
         return run
 
+    def lacks_jvp(self, request: Request) -> str | None:
+        return "derivatives by torch instead"
+
     def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("torch differentiates the reference itself: see `differentiable`")
 
