@@ -12,7 +12,7 @@ from torch import Tensor
 from .backends.protocol import Runner
 from .backends.registry import choose, kv_backend
 from .errors import AttentionError
-from .kv_formats import has_token_scales, head_dim, shares_memory
+from .kv_formats import head_dim, shared_columns, shares_memory
 from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
 from .ops import kv as ops
 from .options import KvOptions, kv_defaults, kv_options, show_options
@@ -21,6 +21,8 @@ from .request import lse_dtype
 from .validation import kv as checks
 from .validation import kv_contents as contents
 from .validation.dense import CHECK_CONTENTS
+from .validation.kv_new_tokens import check_append, check_new_tokens
+from .validation.kv_plan import check_shape, shape_of
 from .validation.kv_rotary import check_positions
 
 
@@ -32,7 +34,9 @@ def _takes_options(function: Any) -> Any:
 def attention_kv(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, **options: Unpack[KvOptions]
 ) -> Any:
-    """Attention over a KV cache, dense or paged, for any number of queries of every sequence. Does not synchronise.
+    """Attention over a KV cache, dense or paged, for any number of queries of every sequence.
+
+    On kernels it does not synchronise. The reference backend reads the lengths.
 
     >>> import torch
     >>> # 8 pages of 16 tokens, 2 heads; the pages of two sequences
@@ -54,7 +58,7 @@ def attention_kv(
             D is at most 576 then (see `attention_mla`), and 512 otherwise.
         lengths: int32 (B,): tokens of each sequence in the cache before this call. Or one int for all.
         k_new: new keys (B, Sn, Hk, D), or packed (Tn, Hk, D). Written into the cache first, in place.
-        v_new: new values, as k_new.
+        v_new: new values, as k_new. If v_cache is a view of k_cache (MLA), the same columns of k_new.
         cu_seqlens_q: int32 (B + 1,): offsets of the sequences in a packed q.
         cu_seqlens_new: int32 (B + 1,): offsets of the sequences in packed k_new and v_new. Default cu_seqlens_q.
         page_table: int32 (B, pages): the pages of each sequence. Or (indptr (B + 1,), pages (N,)). Entries past a
@@ -94,8 +98,11 @@ def attention_kv(
             (cascade attention). They are found on the device. Or int32 (B,): so many leading keys of each sequence lie
             in the pages of the sequence before it. Results are the same up to rounding. Default None: nothing is
             shared. Has no effect with a left window, starts, split, mask_mod, score_mod, alibi_slopes, return_max_logit
-            or scales of shape (B, Hk), nor in the backends "reference" and "hopper".
-        max_seqlen_q: the largest number of queries in a packed sequence. It is used to choose the tile.
+            or scales of shape (B, Hk), for MLA caches, for more than 2048 sequences, nor in the backends "reference"
+            and "hopper". "auto" shares nothing that saves less than 96 MB.
+        max_seqlen_q: the largest number of queries in a packed sequence. It is used to choose the tile. If it is too
+            small, results are the same but slower; with `split`, and if hidden values are NaN, they are wrong.
+            `check_kv` raises.
         backend: as in `attention`.
 
     Returns:
@@ -155,7 +162,7 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     """
     given = kv_options(options)
     request = checks.attend_request(q, k_cache, v_cache, lengths, given)
-    shape = _shape_of(request)
+    shape = shape_of(request)
     old: KvPlan | None = given["plan"]
     if old is not None:
         _check_plan(old, request)
@@ -225,7 +232,7 @@ def plan_kv_in(
         runner = runner_of("schedule", (request, schedule), lambda: backend.schedule_runner(request, schedule))
         wanted, _ = structure_of(request)
         order: Any = None if key is None else positions(wanted, tensors)
-        known = PreparedPlan(runner, order or (), sizes, _shape_of(request), name)
+        known = PreparedPlan(runner, order or (), sizes, shape_of(request), name)
         plans.keep(None if order is None else key, known)
     plan = memory.plan(q, known)
     if known.sizes[0]:
@@ -245,7 +252,7 @@ def check_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int,
     tilewise.errors.AttentionError: tokens of sequence 1: found 40;
     expected at most 32, which the cache holds
 
-    With TILEWISE_CHECK=1 in the environment, every call begins with it.
+    With TILEWISE_CHECK=1 in the environment, every call begins with it, and `append_kv` with the same checks.
 
     Args:
         q: as in `attention_kv`.
@@ -259,7 +266,7 @@ def check_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int,
     """
     given = kv_options(options)
     call = _call(q, k_cache, v_cache, lengths, given)
-    _check_contents(call.request, given)
+    _check_contents(call, given)
     choose(call.request)
 
 
@@ -284,7 +291,8 @@ def append_kv(
     >>> cache[0, :, 0, 0]
     tensor([0., 0., 1., 1., 1., 0., 0., 0.])
 
-    Tokens without a slot are skipped. If two tokens have the same slot, which one is stored is undefined.
+    Tokens that belong to no sequence of cu_seqlens_new, and tokens whose slot, page or row is not in the cache, are
+    skipped. If two tokens have the same slot, which one is stored is undefined.
 
     Args:
         k_new: as in `attention_kv`.
@@ -310,9 +318,11 @@ def append_kv(
     if known is not None:
         results = known.runner([tensors[n] for n in known.order])
         return results[0] if results else q
-    given = kv_options(options)  # type: ignore[arg-type]
+    given = checks.append_options(options)
     places = checks.places_of(k_new, k_cache, lengths, given)
     request = checks.append_request(k_new, v_new, k_cache, v_cache, places, q, given)
+    if CHECK_CONTENTS:
+        check_append(request)
     if is_traced(k_new, v_new, k_cache, v_cache):
         rotated = ops.traced_append(request, backend)
         return q if rotated is None else rotated
@@ -336,13 +346,16 @@ def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tup
     if CHECK_CONTENTS or not is_eager():  # a tracer cannot compare the addresses below
         return None
     plan = options.get("plan")
-    is_shared = name == "attention_kv" and shares_memory(*tensors[1:3])
+    k_cache, v_cache = tensors[2:4] if name == "append_kv" else tensors[1:3]
+    shared: Any = name == "attention_kv" and shares_memory(k_cache, v_cache)
+    if options.get("rotary") is not None or options.get("qk_norm") is not None:
+        shared = shared_columns(k_cache, v_cache)
     if type(plan) is not KvPlan:
-        return signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None, is_shared)
+        return signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None, shared)
     tensors += plan[:3]
     others = {option: value for option, value in options.items() if option != "plan"}
     # the shape has 25 items: as one part, and the types as another, because True == 1
-    return signature(name, tensors, others, plan.shape, (*map(type, plan.shape),), plan.backend, is_shared)
+    return signature(name, tensors, others, plan.shape, (*map(type, plan.shape),), plan.backend, shared)
 
 
 def _run_new(
@@ -371,8 +384,6 @@ def _run_new(
 def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, given: KvOptions) -> KvCall:
     """The checked call of `attention_kv`."""
     request = checks.attend_request(q, k_cache, v_cache, lengths, given)
-    if CHECK_CONTENTS:
-        _check_contents(request, given)
     new = None
     if given["k_new"] is not None:
         new = checks.append_request(given["k_new"], given["v_new"], k_cache, v_cache, request.places, q, given)
@@ -384,14 +395,22 @@ def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, gi
     out = given["out"]
     if out is not None:
         _check_out(request, out)
+    call = KvCall(request, new, out=out)
+    if CHECK_CONTENTS:
+        _check_contents(call, given)
     if plan is None:
-        return KvCall(request, new, out=out)
-    return KvCall(request, new, plan.schedule, plan.workspace, out, None if given["return_lse"] else plan.lse)
+        return call
+    return call._replace(
+        schedule=plan.schedule, workspace=plan.workspace, lse=None if given["return_lse"] else plan.lse
+    )
 
 
-def _check_contents(request: KvRequest, given: KvOptions) -> None:
+def _check_contents(call: KvCall, given: KvOptions) -> None:
     """Checks the contents of a call's tensors. Synchronises with the GPU."""
+    request = call.request
     contents.check(request, given["slots"], None if given["k_new"] is None else given["k_new"].shape[0])
+    if call.append is not None:
+        check_new_tokens(call.append)
     check_positions(given["rotary"], request.dense.cu_q, given["cu_seqlens_new"])
     plan: KvPlan | None = given["plan"]
     if plan is not None:
@@ -403,28 +422,12 @@ def _check_contents(request: KvRequest, given: KvOptions) -> None:
 
 
 def _check_plan(plan: KvPlan, request: KvRequest) -> None:
-    shape = _shape_of(request)
-    if plan.shape != shape:
-        raise AttentionError("plan", f"one made for {plan.shape}", f"one made by plan_kv for this call, {shape}")
+    check_shape(plan, request)
     if plan.backend is not None and not is_traced(*request.dense[:3]):
         name = choose(request).backend.name
         if plan.backend != name:
             expected = f"one for {name!r}, which runs this call: call plan_kv with this call's arguments"
             raise AttentionError("plan", f"one for the backend {plan.backend!r}", expected)
-
-
-def _shape_of(request: KvRequest) -> tuple[Any, ...]:
-    """Everything that a plan depends on except the contents of tensors."""
-    (q, k, v, spec, *_), places = request.dense, request.places
-    tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, k.dtype, v.dtype, q.device
-    options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
-    present = request.dense.cu_q is not None, places.cu_new is not None, places.starts is not None, places.by_token
-    scales = has_token_scales(request.k_scale), has_token_scales(request.v_scale)
-    # what kernels that share prefixes depend on beside the above
-    shared = request.shared_prefix is not None, spec.mask_mod, spec.score_mod, spec.max_logit
-    constant = [isinstance(x, Tensor) and x.dim() == 2 for x in (request.k_scale, request.v_scale)]
-    own = *tensors, *options, *present, *scales, places.capacity(k), places.new
-    return (*own, shared, *constant) if shared[0] else own
 
 
 def _check_out(request: KvRequest, out: Tensor) -> None:

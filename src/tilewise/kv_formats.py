@@ -121,6 +121,26 @@ def shares_memory(k: Any, v: Any) -> bool:
     return k.data_ptr() == v.data_ptr()
 
 
+def shared_columns(k: Any, v: Any) -> tuple[int, int]:
+    """The columns [first, end) of the keys whose memory the values of the same token have: (0, 512) for MLA, (0, 0) if
+    there are none. A trace has no addresses: its ops ask again when they run.
+
+    >>> cache = torch.zeros(8, 64, 1, 576)
+    >>> shared_columns(cache, cache[..., :512]), shared_columns(cache, cache.clone())
+    ((0, 512), (0, 0))
+    """
+    if not isinstance(k, Tensor) or not isinstance(v, Tensor) or k.dim() != 4 or v.dim() != 4:
+        return 0, 0
+    if torch.compiler.is_compiling():
+        return 0, 0
+    step = k.stride(-1) * k.element_size()
+    if k.stride() != v.stride() or k.dtype != v.dtype or not step or not (has_address(k) and has_address(v)):
+        return 0, 0
+    first, rest = divmod(v.data_ptr() - k.data_ptr(), step)
+    lo, hi = max(first, 0), min(first + v.shape[-1], k.shape[-1])
+    return (lo, hi) if rest == 0 and lo < hi and k.data_ptr() else (0, 0)
+
+
 def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
     """A cache of MLA in DeepSeek's fp8 format, 656 bytes for each token.
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .kv_formats import has_token_scales
+from .errors import AttentionError
+from .kv_formats import has_token_scales, shared_columns
 from .request import Request, Spec
 
 UNDIVIDED = 2**30  # keys of a split that is longer than any sequence
@@ -21,8 +22,10 @@ class Rotary(NamedTuple):
         tilewise.Rotary(cos, sin)                    # d, d + width / 2: Llama
         tilewise.Rotary(cos, sin, interleaved=True)  # 2 d, 2 d + 1: GPT-J
 
-    The first `width` dims of every head are rotated. The position of a new key is its index in the sequence,
-    lengths + i; that of a query is the key position where it sits.
+    The first `width` dims of every head are rotated. If v_cache is a view of k_cache's first columns (MLA), the dims
+    after those columns are: of v_cache = k_cache[..., :512] the dims from 512 on. The position of a new key is its
+    index in the sequence, lengths + i; that of a query is the key position where it sits. A position outside of the
+    tables is replaced by the nearest one in them; `check_kv` raises.
 
     Attributes:
         cos: (positions, width / 2), cosines of the angles.
@@ -42,6 +45,7 @@ class Rotary(NamedTuple):
 
 class QkNorm(NamedTuple):
     """RMSNorm of new keys, and of the queries that come with them, before the rotary embedding (Qwen 3, Gemma 3).
+    Not supported where v_cache is a view of k_cache (MLA).
 
         # x / sqrt(mean(x^2) + eps) * weight
         tilewise.QkNorm(q_weight, k_weight)
@@ -173,7 +177,8 @@ class KvRequest(NamedTuple):
 class AppendRequest(NamedTuple):
     """New tokens (B, Sn, Hk, D), or packed (T, Hk, D) with places.cu_new, and the caches that they are written to, at
     `slots` if given; and queries that are normalised and rotated with them into `rotated`. Scales by token and head are
-    written too. `per_query`: the call has a query for each new token, at the same index."""
+    written too. `per_query`: the call has a query for each new token, at the same index. `first_rotated`: the first dim
+    that is rotated, from the function of that name."""
 
     k_new: Tensor
     v_new: Tensor
@@ -189,6 +194,28 @@ class AppendRequest(NamedTuple):
     v_scale: Scale = None
     norm: QkNorm | None = None
     per_query: bool = False
+    first_rotated: int = 0
+
+
+def first_rotated(k: Tensor, v: Tensor, rotary: Rotary | None, norm: QkNorm | None) -> int:
+    """The first dim that `rotary` rotates in caches k and v: 0, or the dim after the values where those are the first
+    columns of the keys (MLA). Raises AttentionError if `rotary` or `norm` would change columns that are values too."""
+    if rotary is None and norm is None:
+        return 0
+    first, end = shared_columns(k, v)
+    if not end:
+        return 0
+    shared = f"given with v_cache, a view of k_cache[..., {first}:{end}]"
+    if norm is not None:
+        raise AttentionError("qk_norm", shared, "None: normalise q, k_new and v_new before the call")
+    assert rotary is not None
+    width, rest = 2 * rotary.cos.shape[1], k.shape[-1] - end
+    if first or width > rest:
+        expected = f"a rotary embedding of at most {rest} dims, those after the values; or rotate q and k_new before"
+        if first:
+            expected = "values that are the first columns of k_cache; or rotate q and k_new before the call"
+        raise AttentionError("rotary", f"{width} dims, {shared}", expected)
+    return end
 
 
 class WrittenTokens(NamedTuple):
@@ -337,4 +364,5 @@ def append_request_of_op(*given: Any) -> tuple[AppendRequest, str]:
     norm = None if q_weight is None else QkNorm(q_weight, k_weight, eps, offset)
     k_scale, v_scale = scales_of(k_scale, v_scale, k_number, v_number)
     k_scale, v_scale = k_scale if k_scales is None else k_scales, v_scale if v_scales is None else v_scales
-    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, rotated, k_scale, v_scale, norm), backend
+    tokens = k_new, v_new, k, v, places, slots, rotary, q, cu_q, rotated, k_scale, v_scale, norm
+    return AppendRequest(*tokens, first_rotated=first_rotated(k, v, rotary, norm)), backend

@@ -12,7 +12,8 @@ from .kv_cache import attention_kv
 from .kv_formats import BYTES, LATENT, WIDTH
 from .kv_request import KvPlan
 from .options import PageTable
-from .validation.dense import tensor
+from .validation.dense import CHECK_CONTENTS, tensor
+from .validation.kv_rotary import integers
 
 
 class MlaArguments(NamedTuple):
@@ -91,6 +92,9 @@ def attention_mla(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head latent attention, absorbed: keys of 576 numbers. Their first 512 are also the values.
 
+    New tokens are written before, by `append_kv(new, new[..., :512], cache, cache[..., :512], lengths, ...)`, which can
+    rotate the last 64 numbers of the keys and of q. To write a cache in DeepSeek's fp8 format, see `pack_mla`.
+
     >>> q, cache = torch.randn(2, 1, 16, 576), torch.randn(8, 64, 1, 576)
     >>> table = torch.tensor([[5, 2], [0, 7]], dtype=torch.int32)
     >>> lengths = torch.tensor([100, 3], dtype=torch.int32)
@@ -162,11 +166,23 @@ def mla_arguments(q: Tensor, cache: Tensor, lengths: Any, indices: Tensor | None
             raise AttentionError("lengths", "None", "int32 (B,), the tokens of each sequence; None only with indices")
         return MlaArguments(q, cache, cache[..., :LATENT], lengths, {})
     shape = tuple(tensor("indices", indices).shape)
+    integers("indices", indices, q, (torch.int32,))
     if q.dim() != 4 or len(shape) != 3 or shape[:2] != tuple(q.shape[:2]):
         raise AttentionError("shape of indices", shape, f"(B, Sq, K) for q (B, Sq, H, {WIDTH}), {tuple(q.shape)}")
-    table = indices.reshape(-1, shape[2])
+    table = indices.flatten(0, 1)
     lengths = _index_counts(lengths, shape, q)
-    return MlaArguments(q.reshape(-1, 1, *q.shape[2:]), cache, cache[..., :LATENT], lengths, {"token_table": table})
+    if CHECK_CONTENTS:
+        _check_indices(indices, lengths, cache.shape[0] * cache.shape[1])
+    return MlaArguments(q.flatten(0, 1)[:, None], cache, cache[..., :LATENT], lengths, {"token_table": table})
+
+
+def _check_indices(indices: Tensor, counts: Tensor, slots: int) -> None:
+    """Raises AttentionError for an index past the cache, which calls skip, as they do negative ones."""
+    counted = torch.arange(indices.shape[2], device=indices.device) < counts.view(*indices.shape[:2], 1)
+    wrong = ((indices >= slots) & counted).nonzero()
+    if len(wrong):
+        at = wrong[0].tolist()
+        raise AttentionError(f"indices{at}", int(indices[tuple(at)]), f"at most {slots - 1}, or negative for none")
 
 
 def _index_counts(lengths: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:

@@ -11,15 +11,22 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..errors import AttentionError, shown
 from ..kv_formats import LATENT, WIDTH, head_dim, is_deepseek_fp8, shares_memory
-from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, SharedPrefix
+from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, SharedPrefix, first_rotated
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
-from ..options import KvOptions, kv_defaults
+from ..options import OTHER_KV_LIBRARIES, KvOptions, kv_defaults, unknown
 from ..request import MAX_HEAD_DIM, has_address
 from ..torch_internals import forward_mode_level, is_vmapped
 from .dense import DTYPES, options_of, request_of, resolved, tensor
 from .kv_rotary import checked_rotary, integers
-from .kv_scales import check_cache_dtype, check_new_dtype, check_written_scale, checked_norm, checked_scale
+from .kv_scales import (
+    check_cache_dtype,
+    check_new_dtype,
+    check_shared_scales,
+    check_written_scale,
+    checked_norm,
+    checked_scale,
+)
 
 SPLIT = 128  # a split is a multiple of this, so that the key tiles of all kernels divide it
 DISTINCT = "distinct memory for each element (no expanded dims)"
@@ -108,10 +115,10 @@ def append_request(
         integers("slots", slots, k)
         slots = slots.flatten().contiguous()
     rotary = options["rotary"]
-    cu_q = None
-    per_query = q is not None and q.shape[:-2] == k_new.shape[:-2] and options["cu_seqlens_new"] is None
+    cu_q, per_query = None, False
     if q is not None:
         cu_q = _queries(q, k_new, batch, options["cu_seqlens_q"])
+        per_query = q.shape[:-2] == k_new.shape[:-2] and options["cu_seqlens_new"] is None
     if rotary is not None:
         rotary = checked_rotary(rotary, k_new, q, (options["cu_seqlens_q"], options["cu_seqlens_new"]))
     norm = checked_norm(options["qk_norm"], k_new)
@@ -121,7 +128,10 @@ def append_request(
     k_scale, v_scale = (checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v)))
     check_written_scale("k_scale", k_scale)
     check_written_scale("v_scale", v_scale)
-    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, None, k_scale, v_scale, norm, per_query)
+    check_shared_scales(k, v, k_scale, v_scale)
+    first = first_rotated(k, v, rotary, norm)
+    tokens = k_new, v_new, k, v, places, slots, rotary, q, cu_q, None, k_scale, v_scale, norm
+    return AppendRequest(*tokens, per_query, first)
 
 
 def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor | None:
@@ -137,12 +147,20 @@ def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor |
     return offsets
 
 
+def append_options(given: dict[str, Any]) -> KvOptions:
+    """The given options of `append_kv`, completed with the defaults."""
+    defaults: Any = kv_defaults()
+    for name in given:
+        if name in defaults and name not in OF_APPEND and given[name] is not defaults[name]:
+            raise AttentionError("keyword argument", f"{name}= of append_kv", f"only {', '.join(OF_APPEND)}")
+        if name not in defaults:
+            raise unknown({name: given[name]}, {x: defaults[x] for x in OF_APPEND}, OTHER_KV_LIBRARIES)
+    options: KvOptions = defaults | given
+    return options
+
+
 def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOptions) -> CachePlaces:
     """The places of `append_kv`, whose batch is that of k_new or cu_seqlens_new."""
-    defaults_of: dict[str, Any] = {**kv_defaults()}
-    for name, x in options.items():
-        if name not in OF_APPEND and x is not defaults_of[name]:
-            raise AttentionError("keyword argument", f"{name}= of append_kv", f"only {', '.join(OF_APPEND)}")
     _check_cache("k_cache", k)
     _check_new("k_new", k_new)
     cu_new = options["cu_seqlens_new"]

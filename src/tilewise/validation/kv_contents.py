@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError
-from ..kv_request import KvRequest, PlannedTile
+from ..kv_request import KvRequest, PlannedTile, Scale
 from .offsets import check_offset_values
 
 
@@ -35,12 +35,15 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
     queries = [dense.q.shape[1]] * places.batch
     if dense.cu_q is not None:
         queries = [b - a for a, b in pairwise(dense.cu_q.tolist())]
+    if dense.cu_q is not None and 0 < request.max_seqlen_q < max(queries, default=0):
+        expected = f"at least {max(queries)}, the most queries of a sequence, or None"
+        raise AttentionError("max_seqlen_q", request.max_seqlen_q, expected)
     drafts = None if request.tree is None else 64 * request.tree.shape[1]
     if drafts is not None and max(queries, default=0) > drafts:
         raise AttentionError("tree", f"{drafts} drafts", f"{max(queries)}, one for each query of a sequence")
     starts = [0] * places.batch if places.starts is None else places.starts.tolist()
     table = None if places.table is None else places.table.tolist()
-    _check_constant_scales(request)
+    check_constant_scales(request.k_scale, request.v_scale)
     for b, (length, new) in enumerate(zip(places.lengths.tolist(), appended, strict=True)):
         if length < 0:
             raise AttentionError(f"lengths[{b}]", length, "0 or more")
@@ -52,7 +55,7 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
         if table is not None:
             pages = table[ends[b] : ends[b + 1]] if ends else table[b]
         if table is not None and not places.by_token:
-            _check_pages(b, pages[starts[b] // page : -(-(length + new) // page)], k.shape[0])
+            check_pages(b, pages, (starts[b] // page, -(-(length + new) // page)), k.shape[0])
             if new and slots is None:
                 first = starts[b] if before is None else max(starts[b], length + new - queries[b] - before)
                 _check_overwritten(b, pages, (first, length, new), page)
@@ -64,16 +67,19 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
         totals = [length + new for length, new in zip(places.lengths.tolist(), appended, strict=True)]
         tables = [table[a:b] for a, b in pairwise(ends)] if ends else table
         _check_prefix(request.shared_prefix.tolist(), tables, totals, page)
-    if places.rows is not None:
-        for b, row in enumerate(places.rows.tolist()):
-            if not 0 <= row < k.shape[0]:
-                raise AttentionError(f"cache_rows[{b}]", row, f"0 to {k.shape[0] - 1}")
+    check_rows(places.rows, k.shape[0])
     if slots is not None:
-        _check_slots(slots, k.shape[0] * page)
+        check_slots(slots, k.shape[0] * page)
 
 
-def _check_constant_scales(request: KvRequest) -> None:
-    for name, scale in (("k_scale", request.k_scale), ("v_scale", request.v_scale)):
+def check_rows(rows: Tensor | None, count: int) -> None:
+    for b, row in enumerate([] if rows is None else rows.tolist()):
+        if not 0 <= row < count:
+            raise AttentionError(f"cache_rows[{b}]", row, f"0 to {count - 1}")
+
+
+def check_constant_scales(k_scale: Scale, v_scale: Scale) -> None:
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if isinstance(scale, Tensor) and scale.dim() < 3:
             wrong = ~scale.isfinite() | (scale == 0)
             if bool(wrong.any()):
@@ -119,8 +125,9 @@ def _described(sequence: tuple[int, ...] | None) -> str:
     return f"{queries} queries from {first} on, {keys} keys" + (f" from {start} on" if start else "")
 
 
-def _check_pages(b: int, pages: list[int], count: int) -> None:
-    for n, page in enumerate(pages):
+def check_pages(b: int, pages: list[int], used: tuple[int, int], count: int) -> None:
+    """Raises AttentionError if one of the pages of a sequence from used[0] to before used[1] is not in the cache."""
+    for n, page in enumerate(pages[slice(*used)], used[0]):
         if not 0 <= page < count:
             raise AttentionError(f"page {n} of sequence {b}", page, f"0 to {count - 1}, the pages of the cache")
 
@@ -138,16 +145,23 @@ def _check_overwritten(b: int, pages: list[int], sizes: tuple[int, int, int], pa
     `sizes`: the first visible key, the length before the call, the new tokens.
     """
     first, length, new = sizes
-    written = {(pages[j // page], j % page) for j in range(length, length + new)}
-    if len(written) < new:
-        raise AttentionError(f"new tokens of sequence {b}", "two at one position of a page", "a position for each")
+    written = check_distinct(b, pages, (length, new), page)
     for j in range(first, length):
         if (pages[j // page], j % page) in written:
             found = "visible to a query, but overwritten by a new token"
             raise AttentionError(f"key {j} of sequence {b}", found, "more pages in the circular page table")
 
 
-def _check_slots(slots: Tensor, count: int) -> None:
+def check_distinct(b: int, pages: list[int], new: tuple[int, int], page: int) -> set[tuple[int, int]]:
+    """(page, offset) of a sequence's new tokens, `new[1]` after the length `new[0]`. Raises AttentionError if two have
+    one place."""
+    written = {(pages[j // page], j % page) for j in range(new[0], sum(new))}
+    if len(written) < new[1]:
+        raise AttentionError(f"new tokens of sequence {b}", "two at one position of a page", "a position for each")
+    return written
+
+
+def check_slots(slots: Tensor, count: int) -> None:
     used = slots[slots >= 0]
     if used.numel() and int(used.max()) >= count:
         raise AttentionError("slots", int(used.max()), f"at most {count - 1}, or negative to skip a token")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError, shown
-from ..kv_formats import FORMATS, format_of, head_dim
+from ..kv_formats import BYTES, FORMATS, LATENT, WIDTH, format_of, has_token_scales, head_dim, shared_columns
 from ..kv_request import QkNorm, Scale
 from .dense import DTYPES, resolved, tensor
 
@@ -68,12 +68,25 @@ def check_written_scale(name: str, scale: Scale) -> None:
         raise AttentionError(f"strides of {name}", scale.stride(), "distinct memory for each element")
 
 
+def check_shared_scales(k: Tensor, v: Tensor, k_scale: Scale, v_scale: Scale) -> None:
+    """Raises AttentionError if numbers that are keys and values (MLA) have two scales."""
+    if format_of(k) is None or not shared_columns(k, v)[1]:
+        return
+    same = k_scale is v_scale or (not isinstance(k_scale, Tensor) and not isinstance(v_scale, Tensor))
+    if not same or (not isinstance(k_scale, Tensor) and k_scale != v_scale) or has_token_scales(k_scale):
+        expected = "one number or tensor for both, not by token: v_cache is a view of k_cache"
+        raise AttentionError("k_scale and v_scale", f"{_described(k_scale)} and {_described(v_scale)}", expected)
+
+
 def check_new_dtype(name: str, x: Tensor, cache: Tensor) -> None:
     if x.dtype not in DTYPES:
         raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
     check_cache_dtype(name[0] + "_cache", cache, x.dtype, f"{name}'s")
     if x.device != cache.device:
         raise AttentionError(f"device of {name}", x.device, f"{cache.device}, as the other tensors")
+    if cache.shape[-1] == BYTES and cache.element_size() == 1 and x.shape[-1] in (WIDTH, LATENT):
+        expected = f"a cache of {WIDTH} numbers a token; write tilewise.pack_mla(k_new) into this one yourself"
+        raise AttentionError(name, f"new tokens for a cache of {BYTES} bytes a token (DeepSeek's fp8 format)", expected)
     if x.shape[-2:] != (cache.shape[-2], head_dim(cache)):
         expected = f"the cache's {(cache.shape[-2], head_dim(cache))}"
         raise AttentionError(f"heads and dim of {name}", tuple(x.shape[-2:]), expected)

@@ -31,6 +31,16 @@ def test_mla(name: str, backend: str) -> None:
         )
 
 
+@pytest.mark.parametrize("batch", [0, 2])
+def test_no_indices(batch: int, backend: str) -> None:
+    q, cache = torch.randn(batch, 2, 4, 576), torch.randn(2, 8, 1, 576)
+    none = torch.zeros(batch, 2, 0, dtype=torch.int32)
+    out, lse = tilewise.attention_mla(q, cache, indices=none, return_lse=True, backend=backend)
+    assert out.shape == (batch, 2, 4, 512)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
 def sparse(x: Any, k: int, seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Indices (B, Sq, k) of used tokens, some of them none, and the keys that each query names."""
     g = torch.Generator().manual_seed(seed)
@@ -119,7 +129,7 @@ def test_bad_input() -> None:
     refused("cache", x.q, x.cache[..., :512], x.lengths)
     refused("shape of q", x.q[..., :512], x.cache, x.lengths)
     refused("shape of indices", x.q, x.cache, indices=indices[:1])
-    refused("dtype of token_table", x.q, x.cache, indices=indices.long())
+    refused("dtype of indices", x.q, x.cache, indices=indices.long())
     refused("page_table", x.q, x.cache, indices=indices, **x.options)
     refused("shape of lengths", x.q, x.cache, torch.zeros(3, dtype=torch.int32), indices=indices)
     packed = tilewise.pack_mla(x.cache).view(torch.float8_e4m3fn)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise import AttentionError, attention_mla, pack_mla
+from tilewise import AttentionError, attention_mla, mla, pack_mla
 from tilewise.compat import flash_mla
 
 Q, CACHE = torch.randn(2, 3, 4, 576), torch.randn(2, 8, 1, 576)
@@ -23,6 +23,7 @@ INDICES = torch.tensor([[0, 9]], dtype=torch.int32).expand(2, 3, 2)
         ({"lengths": 10**30}, "lengths: found 1000"),
         ({"lengths": -1}, "lengths: found -1"),
         ({"return_lse": torch.ones(2)}, "return_lse: found Tensor"),
+        ({"indices": INDICES.long()}, "dtype of indices: found torch.int64; expected torch.int32"),
         ({"out": torch.empty(512)}, "out: found"),
         ({"out": torch.empty(3, 2, 4, 512).transpose(0, 1)}, "no gap between sequences"),
     ],
@@ -31,6 +32,16 @@ def test_attention_mla(options: dict[str, Any], match: str) -> None:
     given: dict[str, Any] = {"q": Q, "cache": CACHE, "indices": INDICES} | options
     with pytest.raises(AttentionError, match=match):
         attention_mla(**given)
+
+
+def test_contents_of_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "CHECK_CONTENTS", True)
+    wrong = INDICES.clone()
+    wrong[1, 2, 1] = 16
+    attention_mla(Q, CACHE, 1, indices=wrong)  # counts one index of each query
+    attention_mla(Q, CACHE, indices=-wrong)
+    with pytest.raises(AttentionError, match=r"indices\[1, 2, 1\]: found 16; expected at most 15, or negative"):
+        attention_mla(Q, CACHE, indices=wrong)
 
 
 def test_out_with_gaps_between_queries() -> None:

@@ -284,6 +284,26 @@ def test_a_plan_of_another_backend() -> None:
         tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="triton", plan=plan)
 
 
+def test_what_differs_from_a_plan() -> None:
+    x = inputs(KvCase((20, 3), dim=16))
+    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **x.options)
+
+    def refused(words: str, q: torch.Tensor = x.q, **options: Any) -> None:
+        with pytest.raises(tilewise.AttentionError, match=words):
+            tilewise.attention_kv(q, x.k, x.v, x.lengths, **x.options | options, plan=plan)
+
+    refused("plan: found one made for heads of q 4; expected heads of q 2, as in this call", x.q[:, :, :2])
+    refused(
+        "one made for keys before a query in the window None, split None; expected keys before a query in the window 3,"
+        " split 128",
+        window=(3, 0),
+        split=128,
+    )
+    refused("one made for shared_prefix given False; expected shared_prefix given True", shared_prefix="auto")
+    packed = {"cu_seqlens_q": torch.tensor([0, 1, 2], dtype=I32)}
+    refused("one made for .*cu_seqlens_q given False; expected .*cu_seqlens_q given True", x.q[:, 0], **packed)
+
+
 PLANNED = [
     KvCase((20, 3), dim=16),
     KvCase((40, 0, 7), dim=16, page=8),

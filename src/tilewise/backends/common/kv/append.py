@@ -123,8 +123,8 @@ class CacheSizes(NamedTuple):
 
 class AppendConfig(NamedTuple):
     """KV heads, query heads; head dim of queries, and that padded; heads of a tile; half the dims that are rotated;
-    whether neighbouring dims form a pair; sequences that are searched at once; formats of the cache; whether the
-    launch overlaps the one before."""
+    whether neighbouring dims form a pair; the first dim that is rotated; sequences that are searched at once; formats
+    of the cache; whether the launch overlaps the one before."""
 
     KV_HEADS: int
     HEADS: int
@@ -133,6 +133,7 @@ class AppendConfig(NamedTuple):
     BLOCK_H: int
     HALF: int
     INTERLEAVED: bool
+    FIRST_ROTATED: int
     BLOCK_BATCH: int
     K: CacheFormat
     V: CacheFormat
@@ -187,15 +188,18 @@ def apply_rotary(x, h, d, mask, CONFIG: tl.constexpr):
         return tile
     else:
         HALF: tl.constexpr = CONFIG.HALF
+        n = d - CONFIG.FIRST_ROTATED
         if CONFIG.INTERLEAVED:
-            first = d % 2 == 0
-            pair = d ^ 1
-            frequency = d // 2
+            first = n % 2 == 0
+            pair = (n ^ 1) + CONFIG.FIRST_ROTATED
+            frequency = n // 2
         else:
-            first = d < HALF
+            first = n < HALF
             pair = tl.where(first, d + HALF, d - HALF)
-            frequency = tl.where(first, d, d - HALF)
-        rotated = d < 2 * HALF
+            frequency = tl.where(first, n, n - HALF)
+        rotated = n < 2 * HALF
+        if CONFIG.FIRST_ROTATED > 0:
+            rotated = rotated & (n >= 0)
         other = load_heads(x, h, pair, mask & rotated).to(tl.float32)
         at = clamp(x.position, 0, x.num_positions - 1).to(tl.int64) * HALF + frequency
         cos = tl.load(x.cos + at, mask=rotated, other=1.0).to(tl.float32)
@@ -215,13 +219,13 @@ def store_heads(x, p, tile, h, d, mask):
 @triton.jit
 def append_slot(t, b, j, exists, places, sizes):
     """(page, offset, exists): where new token t, number j of sequence b, is written. It is not if there is no such
-    place. Without a page table, page is the batch row."""
+    sequence or place. Without a page table, page is the batch row."""
     offset = j
     if places.slots is not None:
         slot = tl.load(places.slots + t).to(tl.int64)
         page = slot // sizes.page_size
         offset = (slot % sizes.page_size).to(tl.int32)
-        exists = (slot >= 0) & (page < sizes.num_pages)
+        exists = exists & (slot >= 0)
     elif places.page_table is None:
         page = b.to(tl.int64)
         if places.rows is not None:
@@ -239,7 +243,7 @@ def append_slot(t, b, j, exists, places, sizes):
             entries = places.page_table + start
         page = tl.load(entries + entry, mask=exists, other=0).to(tl.int64)
         offset = j % sizes.page_size
-    return clamp(page, 0, sizes.num_pages - 1), offset, exists
+    return page, offset, exists & (page >= 0) & (page < sizes.num_pages)
 
 
 @triton.jit

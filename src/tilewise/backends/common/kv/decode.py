@@ -80,7 +80,8 @@ class DecodeConfig(NamedTuple):
     OF_PREFIX: a work item has rows of all sequences of a group (`prefix`), which see the same keys. MERGE_PREFIX: the
     results over keys from item.start on are merged with those over the prefix before.
 
-    APPEND: the program that reads the last key of a sequence writes it first, from `NewTokens`.
+    APPEND: the program that reads the last key of a sequence writes it first, from `NewTokens`; with the schedule of
+    other lengths, which has another last key, it is written all the same.
     """
 
     GROUP: int
@@ -227,9 +228,20 @@ def row_pointer(x, b, t, h):
 
 
 @triton.jit
-def write_new_token(new, keys, item, h, is_last, CONFIG: tl.constexpr):
+def new_page(cache, pages, b, j, capacity, PAGE_SIZE: tl.constexpr):
+    """The page of key j of a sequence, -1 if it has none."""
+    entries = capacity // PAGE_SIZE
+    if cache.indptr is not None:
+        begin = clamp(tl.load(cache.indptr + b), 0, entries)
+        entries = clamp(tl.load(cache.indptr + b + 1), 0, entries) - begin
+    return tl.load(pages + j // PAGE_SIZE, mask=(j >= 0) & (j // PAGE_SIZE < entries), other=-1)
+
+
+@triton.jit
+def write_new_token(new, keys, item, h, is_last, capacity, CONFIG: tl.constexpr):
     """Write the last key of a sequence and its value, if this program reads them next. All loads wait for the work item
-    alone: none is in a branch or after a store."""
+    alone: none is in a branch or after a store, unless the schedule is that of other lengths. `capacity`: keys that the
+    cache holds, as in `BatchSizes`."""
     d = tl.arange(0, CONFIG.BLOCK_D)
     d_v = tl.arange(0, CONFIG.BLOCK_DV)
     k_new = new.k
@@ -240,11 +252,18 @@ def write_new_token(new, keys, item, h, is_last, CONFIG: tl.constexpr):
     v = tl.load(row_pointer(v_new, item.b, item.q0, h) + columns(v_new, d_v), mask=is_last & (d_v < CONFIG.DV))
     j = item.n_k - 1
     page = keys.pages
-    offset = j
     if CONFIG.PAGE_SIZE is not None:
-        page = clamp(tl.load(page + j // CONFIG.PAGE_SIZE, mask=is_last, other=0), 0, keys.num_pages - 1)
-        offset = j % CONFIG.PAGE_SIZE
-    exists = tl.load(new.lengths + item.b, mask=is_last, other=-1) == j  # not if the cache is full
+        page = tl.load(page + j // CONFIG.PAGE_SIZE, mask=is_last, other=0)
+    elif keys.cache.rows is not None:
+        page = tl.load(keys.cache.rows + item.b, mask=is_last, other=0)
+    length = tl.load(new.lengths + item.b, mask=is_last, other=-1)
+    offset = length
+    exists = (length >= 0) & (length < capacity)
+    if CONFIG.PAGE_SIZE is not None:
+        if is_last & (length != j):  # the cache is full, or the schedule is that of other lengths
+            page = new_page(keys.cache, keys.pages, item.b, length, capacity, CONFIG.PAGE_SIZE)
+        offset = length % CONFIG.PAGE_SIZE
+    exists = exists & (page >= 0) & (page < keys.num_pages)
     tl.store(row_pointer(cache_k, page, offset, h) + columns(cache_k, d), k, mask=exists & (d < CONFIG.D))
     tl.store(row_pointer(cache_v, page, offset, h) + columns(cache_v, d_v), v, mask=exists & (d_v < CONFIG.DV))
     tl.debug_barrier()
@@ -296,13 +315,14 @@ def decode_kernel(
     batch,
     n_q,
     tree_words,
+    capacity,
     terms,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
     """Attend to the keys of one split, for one KV head. `n_q`: queries of each sequence, 0 where q is packed;
-    OF_PREFIX: tokens of a batch row of q."""
+    OF_PREFIX: tokens of a batch row of q. `capacity`: None without APPEND."""
     STORED_K: tl.constexpr = CONFIG.K
     STORED_V: tl.constexpr = CONFIG.V
     if CONFIG.OVERLAP and CONFIG.OF_PREFIX:
@@ -343,7 +363,7 @@ def decode_kernel(
         q_rows = query_pointers(q, item, at, n_q, CONFIG)
         queries = load_queries(q, q_rows, at.exists, k_scale, CONFIG.D, CONFIG.BLOCK_D, STORED_K)
         if CONFIG.APPEND:
-            write_new_token(new, keys, item, head, stop == item.num_chunks, CONFIG)
+            write_new_token(new, keys, item, head, stop == item.num_chunks, capacity, CONFIG)
         draft = TreeMask(tree, tree_words)
         # Triton cannot keep the mods in a variable of a loop
         acc, m, l, top = attend(

@@ -176,6 +176,7 @@ def partition_launch(
         partition.chunk_size,
         partition.min_chunks,
         max_queries,
+        None if request.dense.cu_q is None else partition.rows,
     )
     return Launch(
         schedule_kernel,
@@ -240,7 +241,7 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
         SAME_STRIDES=view(k_words)[1:] == view(v_words)[1:],
         HAS_STARTS=places.starts is not None and part.prefix is None,  # prefixes end with a chunk
         CONCURRENT=part.concurrent,
-        NAN_SAFE=part.queries is None and (request.max_seqlen_q != 1 or spec.mask_mod is not None),
+        NAN_SAFE=part.queries is None and rows_differ(request),
         MAX_LOGIT=call.max_logit is not None,
         FUSED=request.split is None and is_fused(partition),
         BLOCK_R=block_r,
@@ -267,14 +268,21 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
         *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.wanted_splits),
         tile_height(request, partition),
         *(table_stride, k.shape[0], places.batch, n_q, words),
+        min(places.capacity(k), UNDIVIDED) if config.APPEND else None,
         terms,
     )
     mods = {"SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(dense)}
-    if partition.tile.max_registers:
+    # a tile of one query has no registers left for the repair that a tree needs
+    if partition.tile.max_registers and (request.tree is None or request.max_seqlen_q != 1):
         mods["maxnreg"] = partition.tile.max_registers
     shape = {"num_warps": partition.tile.warps, "num_stages": partition.tile.stages}
     attend = Launch(decode_kernel, partition.programs, args, kernel_options(config, **mods, **shape))
     return [attend] if config.FUSED else [attend, combine_launch(call, terms, partition, target, part.prefix)]
+
+
+def rows_differ(request: KvRequest) -> bool:
+    """Whether rows of a tile may see different keys in the range that is read for all of them."""
+    return request.max_seqlen_q != 1 or request.tree is not None or request.spec.mask_mod is not None
 
 
 def new_tokens(call: KvCall) -> NewTokens:
@@ -285,9 +293,12 @@ def new_tokens(call: KvCall) -> NewTokens:
 
 def writes_new_tokens(call: KvCall) -> bool:
     """Whether the decode kernel itself writes the new tokens of a call: one of each sequence, written as it is, with a
-    query that sees it, whose heads fit into every tile: no other program reads the token."""
+    query that sees it, whose heads fit into every tile: no other program reads the token. Not if queries are packed:
+    only the device knows how many each sequence has."""
     request, append = call.request, call.append
-    if append is None or request.max_seqlen_q != 1 or request.places.starts is not None:
+    if append is None or request.dense.cu_q is not None or request.q.shape[1] != 1:
+        return False
+    if request.places.starts is not None:
         return False
     if request.q.shape[-2] > MIN_ROWS * request.k.shape[-2]:
         return False
@@ -388,6 +399,7 @@ def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
         BLOCK_H=min(triton.next_power_of_2(max(k.shape[-2], heads)), max(1, 4096 // columns)),
         HALF=1 if rotary is None else rotary.cos.shape[1],
         INTERLEAVED=rotary is not None and rotary.interleaved,
+        FIRST_ROTATED=request.first_rotated,
         BLOCK_BATCH=min(1024, triton.next_power_of_2(max(places.batch, 1))),
         K=cache_format(k, request.k_scale, dim),
         V=cache_format(v, request.v_scale, dim_v),

@@ -21,6 +21,7 @@ from .launches import (
     combine_launch,
     kernel_options,
     planned,
+    rows_differ,
     schedule_launches,
     schedule_sizes,
 )
@@ -67,7 +68,6 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
     block_n, stages = partition.tile.block_n, partition.tile.stages
     if not shared:  # shared memory holds values too
         block_n, stages = min(block_n, 32), 1
-    rows_differ = request.max_seqlen_q != 1 or spec.mask_mod is not None
     config = LatentConfig(
         GROUP=q.shape[-2] // k.shape[-2],
         D=q.shape[-1],
@@ -87,7 +87,7 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
         KV_HEADS=k.shape[-2],
         FIXED_SPLIT=request.split is not None,
         HAS_STARTS=places.starts is not None,
-        FLAG_NAN=rows_differ and not (places.by_token and spec.mask_mod is None),
+        FLAG_NAN=rows_differ(request) and not (places.by_token and spec.mask_mod is None),
         REPAIR=False,
         MAX_LOGIT=call.max_logit is not None,
     )

@@ -273,15 +273,19 @@ def division_of(chunks, num_items, longest, view, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def classes_of(item, exists, before, division):
+def classes_of(item, exists, before, division, max_rows, CONFIG: tl.constexpr):
     """(splits of work items; (items, CLASSES): 1 for their class). The first class has those that are divided, the
-    others those of a range of lengths, from long to short. `before`: work items with keys before these."""
+    others those of a range of lengths, from long to short. `before`: work items with keys before these. Partial results
+    have `max_rows` rows: a work item with more, because max_seqlen_q was too small, is not divided."""
     real = (exists & (item.num_chunks > 0)).to(tl.int32)
     splits = ((item.num_chunks + division.most - 1) // division.most).to(tl.int32)
     splits = tl.where(item.num_chunks > division.undivided, splits, 1)
     if division.pieces > 0:
         number = before + tl.cumsum(real, 0) - real
         splits = tl.where(number < division.remainder, tl.minimum(splits, division.pieces), 1)
+    if max_rows is not None:
+        rows = tl.minimum(item.n_q * CONFIG.GROUP - item.first, CONFIG.BLOCK_M)
+        splits = tl.where(rows > max_rows, tl.minimum(splits, 1), splits)
     splits *= real
     shorter = tl.maximum(division.longest - item.num_chunks, 0).to(tl.int64)
     rank = 1 + (shorter * (CLASSES - 1) // tl.maximum(division.longest, 1)).to(tl.int32)
@@ -318,8 +322,8 @@ def store_splits(schedule, first, total, cum, table, num_splits, CONFIG: tl.cons
 
 class View(NamedTuple):
     """The window, keys of a chunk, and the most queries of a sequence, or None; splits that run at once; work items
-    that are few; splits that share the chunks of sequences of different lengths; chunks that are worth
-    one."""
+    that are few; splits that share the chunks of sequences of different lengths; chunks that are worth one; rows of a
+    partial result, or None if no work item has more."""
 
     before: tl.tensor
     after: tl.tensor
@@ -329,6 +333,7 @@ class View(NamedTuple):
     least: tl.tensor
     target: tl.tensor
     min_chunks: tl.tensor
+    max_rows: tl.tensor
 
 
 class Total(NamedTuple):
@@ -358,6 +363,7 @@ def schedule_kernel(
     chunk_size,
     min_chunks,
     max_queries,
+    rows,
     CONFIG: tl.constexpr,
 ):
     """Write the schedule. Sequences with more than `max_queries` queries, if given, are left out: another kernel
@@ -366,7 +372,7 @@ def schedule_kernel(
         gdc_launch_dependents()
         gdc_wait()
     sizes = BatchSizes(n_q, n_new, capacity, page_size, batch, tiles, items, num_splits, target)
-    view = View(before, after, chunk_size, max_queries, resident, least, target, min_chunks)
+    view = View(before, after, chunk_size, max_queries, resident, least, target, min_chunks, rows)
     cum = item_starts(schedule, sizes, CONFIG.KV_HEADS)
     table = item_records(schedule, sizes, CONFIG.KV_HEADS)
     chunks = tl.cast(0, tl.int64)
@@ -383,7 +389,7 @@ def schedule_kernel(
     split_counts = tl.full([CLASSES], 0, tl.int32)
     for first in range(0, items, CONFIG.BLOCK_ITEMS):
         item, exists = items_at(first, sequences, sizes, view, CONFIG)
-        splits, member = classes_of(item, exists, tl.sum(item_counts, 0), division)
+        splits, member = classes_of(item, exists, tl.sum(item_counts, 0), division, rows, CONFIG)
         item_counts += tl.sum(member, 0)
         split_counts += tl.sum(member * splits[:, None], 0)
     total = tl.sum(split_counts, 0)
@@ -393,7 +399,7 @@ def schedule_kernel(
     before_items = tl.cast(0, tl.int32)
     for first in range(0, items, CONFIG.BLOCK_ITEMS):
         item, exists = items_at(first, sequences, sizes, view, CONFIG)
-        splits, member = classes_of(item, exists, before_items, division)
+        splits, member = classes_of(item, exists, before_items, division, rows, CONFIG)
         own = member * splits[:, None]
         place = tl.sum(member * (tl.cumsum(member, 0) - 1 + next_item[None, :]), 1)
         begin = tl.sum(member * (tl.cumsum(own, 0) - own + next_split[None, :]), 1)
