@@ -102,9 +102,11 @@ def flash_mla_with_kvcache(
     if num_splits is not None:
         raise AttentionError("num_splits", type(num_splits).__name__, "None, the second result of get_mla_metadata()")
     _check(head_dim_v, k_cache, is_fp8_kvcache)
+    _check_extra(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     options: dict[str, Any] = {"scale": softmax_scale}
     if indices is None:
-        _check_dense(block_table, cache_seqlens, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length)
+        of_indices = attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+        _check_dense(block_table, cache_seqlens, *of_indices)
         call = mla_arguments(q, k_cache, cache_seqlens, None)
         options |= {"page_table": block_table, "causal": causal}
     else:
@@ -118,11 +120,7 @@ def flash_mla_with_kvcache(
         options |= {"causal": False}
     _plan(meta, call, options, (q.shape, k_cache.shape[1:], k_cache.dtype, causal, indices is None))
     out, lse = _attend(call, options | {"plan": meta.plan}, q)
-    if extra_k_cache is not None or extra_indices_in_kvcache is not None:
-        if extra_k_cache is None or extra_indices_in_kvcache is None:
-            raise AttentionError(
-                "extra_k_cache", "given alone", "extra_k_cache and extra_indices_in_kvcache, or neither"
-            )
+    if extra_k_cache is not None:
         _check(head_dim_v, extra_k_cache, is_fp8_kvcache, "extra_k_cache")
         extra = mla_arguments(q, extra_k_cache, extra_topk_length, extra_indices_in_kvcache)
         out, lse = merge((out, lse), _attend(extra, options, q), layout="bshd")
@@ -162,7 +160,10 @@ def flash_mla_sparse_fwd(
     if not isinstance(indices, Tensor) or indices.dim() != 3 or indices.shape[:2] != (q.shape[0], 1):
         found = tuple(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
         raise AttentionError("shape of indices", found, f"({q.shape[0]}, 1, topk)")
-    _check(d_v, kv[None], False, "kv")
+    if kv.shape[-1] == BYTES:
+        expected = f"floats (Skv, 1, 576); the {BYTES} bytes of DeepSeek's fp8 format: flash_mla_with_kvcache"
+        raise AttentionError("kv", f"{kv.dtype} {tuple(kv.shape)}", expected)
+    _check_value_dim("d_v", d_v)
     call = mla_arguments(q[:, None], kv[None], topk_length, indices)
     backend = "triton" if q.is_cuda and q.dtype != torch.float64 else "auto"
     out, lse, most = attention_kv(
@@ -179,9 +180,22 @@ def flash_mla_sparse_fwd(
     return out, most, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
+def _check_value_dim(name: str, dim: Any) -> None:
+    if not isinstance(dim, int) or dim != LATENT:
+        raise AttentionError(name, dim if isinstance(dim, int) else type(dim), str(LATENT))
+
+
+def _check_extra(cache: Any, indices: Any, counts: Any) -> None:
+    """Raises AttentionError if the arguments of the second cache are incomplete."""
+    given = {"extra_k_cache": cache, "extra_indices_in_kvcache": indices}
+    alone = [name for name, x in (*given.items(), ("extra_topk_length", counts)) if x is not None]
+    missing = [name for name, x in given.items() if x is None]
+    if alone and missing:
+        raise AttentionError(alone[0], f"given without {' and '.join(missing)}", f"{' and '.join(given)}, or neither")
+
+
 def _check(head_dim_v: int, cache: Tensor, is_fp8: bool, name: str = "k_cache") -> None:
-    if not isinstance(head_dim_v, int) or head_dim_v != LATENT:
-        raise AttentionError("head_dim_v", head_dim_v if isinstance(head_dim_v, int) else type(head_dim_v), str(LATENT))
+    _check_value_dim("head_dim_v", head_dim_v)
     if not isinstance(is_fp8, bool):
         raise AttentionError("is_fp8_kvcache", type(is_fp8).__name__, "True or False")
     if not isinstance(cache, Tensor) or cache.dim() != 4 or (cache.shape[-1] == BYTES) != is_fp8 or cache.shape[2] != 1:
@@ -192,7 +206,7 @@ def _check(head_dim_v: int, cache: Tensor, is_fp8: bool, name: str = "k_cache") 
 
 def _check_dense(table: Any, lengths: Any, *of_indices: Any) -> None:
     if any(x is not None for x in of_indices):
-        names = "attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length"
+        names = "attn_sink, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length"
         raise AttentionError(f"one of {names}", "given without indices", "None")
     for name, x in (("block_table", table), ("cache_seqlens", lengths)):
         if x is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.mla_cases import MlaCase, answer, inputs
-from tilewise import AttentionError
+from tilewise import AttentionError, pack_mla
 from tilewise.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 
@@ -111,7 +111,36 @@ def test_bad_input() -> None:
     refused("given without indices", x.q, x.cache, table, x.lengths, 512, meta, attn_sink=torch.zeros(4))
     refused("extra_k_cache", x.q, x.cache, None, None, 512, meta, indices=indices, extra_k_cache=x.cache)
     refused("attn_sink", x.q, x.cache, None, None, 512, meta, indices=indices, attn_sink=torch.zeros(5))
+    refused("dtype of indices: found torch.int64", x.q, x.cache, None, None, 512, meta, indices=indices.long())
+    some, both = torch.ones(1, dtype=torch.int32), "extra_k_cache and extra_indices_in_kvcache"
+    for given, missing in (
+        ({"extra_k_cache": x.cache}, "extra_indices_in_kvcache"),
+        ({"extra_indices_in_kvcache": indices}, "extra_k_cache"),
+        ({"extra_topk_length": some}, both),
+        ({"extra_topk_length": some, "extra_indices_in_kvcache": indices}, "extra_k_cache"),
+    ):
+        match = f"extra_.*: found given without {missing}; expected {both}, or neither"
+        refused(match, x.q, x.cache, None, None, 512, meta, indices=indices, **given)
+    rest: Any = {"extra_k_cache": x.cache, "extra_indices_in_kvcache": indices, "extra_topk_length": some}
+    refused("given without indices", x.q, x.cache, table, x.lengths, 512, meta, **rest)
     with pytest.raises(AttentionError, match="q and kv"):
         flash_mla_sparse_fwd(x.q, x.cache, indices, 1.0)
     with pytest.raises(AttentionError, match="shape of indices"):
         flash_mla_sparse_fwd(x.q[0], x.cache[0], indices[0], 1.0)
+    with pytest.raises(AttentionError, match=r"kv: found torch.uint8 .*DeepSeek's fp8 format: flash_mla_with_kvcache"):
+        flash_mla_sparse_fwd(x.q[0], pack_mla(x.cache[0]), indices, 1.0)
+    with pytest.raises(AttentionError, match="d_v: found 256; expected 512"):
+        flash_mla_sparse_fwd(x.q[0], x.cache[0], indices, 1.0, d_v=256)
+
+
+def test_no_indices() -> None:
+    q, cache, none = torch.randn(2, 3, 4, 576), torch.randn(2, 8, 1, 576), torch.zeros(2, 3, 0, dtype=torch.int32)
+    out, lse = flash_mla_with_kvcache(q, cache, None, None, 512, get_mla_metadata()[0], indices=none)
+    assert (out == 0).all()
+    assert (lse == torch.inf).all()
+    rest: Any = {"extra_k_cache": cache, "extra_indices_in_kvcache": none + torch.zeros(2, 3, 1, dtype=torch.int32)}
+    flash_mla_with_kvcache(q, cache, None, None, 512, get_mla_metadata()[0], indices=none, **rest)
+    out, most, lse = flash_mla_sparse_fwd(q[0], cache[0], none[0, :, None], 0.1)
+    assert (out == 0).all()
+    assert (most == -torch.inf).all()
+    assert (lse == torch.inf).all()
