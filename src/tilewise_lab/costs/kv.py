@@ -12,11 +12,12 @@
 `KvExplanation.to_dict()` is the JSON of `tilewise explain --kv-lengths ... --json`:
 
     call       batch, queries, keys (all sequences), longest, heads, kv_heads,
-               d, dv, dtype, before, after, page, split
+               d, dv, dtype (of q), cache (dtypes of K and V), before, after,
+               page, split
     device     the facts of `devices.Device`
     backend    name, reason
     flops      visible pairs only; executed: whole tiles, padding included
-    bytes      read (keys and values that some query of a sequence sees),
+    bytes      read (keys, values and scales that some query of a sequence sees),
                loaded (the same for each tile of rows: the rest comes from L2),
                other (queries, results, page table),
                workspace (of what programs share, both ways)
@@ -40,6 +41,7 @@ from tilewise.backends import registry as dispatch
 from tilewise.backends.common.kv.partition import Partition
 from tilewise.backends.common.kv.partition import partition as partition_of
 from tilewise.errors import AttentionError
+from tilewise.kv_formats import has_token_scales, head_dim, shares_memory
 from tilewise.kv_request import KvRequest
 from tilewise.mods.dropout import is_whole
 from tilewise.options import kv_options
@@ -86,7 +88,7 @@ class KvExplanation:
     @property
     def roofs(self) -> list[roofline.Roof]:
         q = self.request.q
-        pairs = self.flops // (2 * (q.shape[-1] + self.request.v.shape[-1]))
+        pairs = self.flops // (2 * (q.shape[-1] + head_dim(self.request.v)))
         return roofline.roofs(self.flops, self.moved, pairs, self.device, self.dtype)
 
     @property
@@ -113,7 +115,7 @@ class KvExplanation:
                 "unit": self.partition.chunk_size,
                 "divided": self.ranges.divided,
                 "parts": self.ranges.parts,
-                "workspace": 4 * self.partition.workspace_numel(v.shape[-1]),
+                "workspace": 4 * self.partition.workspace_numel(head_dim(v)),
             }
         return {
             "call": {
@@ -124,8 +126,9 @@ class KvExplanation:
                 "heads": q.shape[-2],
                 "kv_heads": k.shape[-2],
                 "d": q.shape[-1],
-                "dv": v.shape[-1],
+                "dv": head_dim(v),
                 "dtype": self.dtype,
+                "cache": [str(x.dtype).removeprefix("torch.") for x in (k, v)],
                 "before": spec.before,
                 "after": spec.after,
                 "page": None if places.table is None else k.shape[1],
@@ -162,6 +165,8 @@ class KvExplanation:
         dims = call["d"] if call["d"] == call["dv"] else f"{call['d']} and {call['dv']}"
         tokens = f"{call['queries']} queries on {call['keys']} keys (longest {call['longest']})"
         heads = f"{call['heads']} heads on {call['kv_heads']}, D {dims}, {self.dtype}"
+        if set(call["cache"]) != {self.dtype}:
+            pages += f" of {' and '.join(dict.fromkeys(call['cache']))}"
         yield "call", f"{call['batch']} sequences, {tokens}, {heads}, {pages}, {band(spec.before, spec.after)}"
         yield "device", f"{target.name}, {target.sms} {'SMs' if target.capability else 'threads'}"
         yield "backend", f"{self.backend}: {self.reason}"
@@ -219,8 +224,15 @@ def explain_kv(
     for name in ("k_new", "v_new"):
         if options.get(name) is not None:
             options[name] = _tensor(options[name], dtype)
+    for name in ("k_scale", "v_scale"):
+        if isinstance(options.get(name), Tensor):
+            options[name] = options[name].to("meta")
     target = device_named(device or {"meta": None}.get(given[0].device.type, str(given[0].device)))
     on_q, on_k, on_v = (x.to("meta") for x in given)
+    shared = 0  # bytes of a token and head in K that are V too
+    if shares_memory(*given[1:]):
+        on_v = on_k[..., : on_v.shape[-1]]
+        shared = on_v.shape[-1] * on_v.element_size()
     values = kv_options(options)  # type: ignore[arg-type]
     if not isinstance(lengths, int):
         try:
@@ -233,16 +245,22 @@ def explain_kv(
     else:
         dense = request.dense._replace(q=request.q.new_empty(0, device="cpu"))
         chosen = dispatch.choose(request._replace(dense=dense))
-    return _explanation(request, _sequences(request, lengths), target, chosen)
+    return _explanation(request, _sequences(request, lengths), target, chosen, shared)
 
 
 def _explanation(
-    request: KvRequest, sequences: list[tuple[int, int, int]], target: Device, chosen: dispatch.Choice
+    request: KvRequest,
+    sequences: list[tuple[int, int, int]],
+    target: Device,
+    chosen: dispatch.Choice,
+    shared_bytes: int,
 ) -> KvExplanation:
+    """`shared_bytes`: of a token and head in K, those that are V too."""
     q, k, v = request.dense[:3]
     before, after = request.spec.before, request.spec.after
-    heads, kv_heads, dims = q.shape[-2], k.shape[-2], q.shape[-1] + v.shape[-1]
+    heads, kv_heads, dims = q.shape[-2], k.shape[-2], q.shape[-1] + head_dim(v)
     size = q.element_size()
+    token = kv_heads * (bytes_of_head(request) - shared_bytes)
     flops = 2 * heads * dims * sum(_pairs(*seq, before, after) for seq in sequences)
     queries = sum(n for n, _, _ in sequences)
     visible = sum(_visible_keys(*seq, before, after) for seq in sequences)
@@ -258,7 +276,7 @@ def _explanation(
         loaded = sum(item.keys for item in ranges.items)
         keys = partition.chunk_size * sum(item.num_chunks for item in ranges.items)
         executed = 2 * kv_heads * dims * keys * partition.tile.block_m
-        shared = 2 * 4 * ranges.parts * partition.rows * (v.shape[-1] + 1)
+        shared = 2 * 4 * ranges.parts * partition.rows * (head_dim(v) + 1)
     return KvExplanation(
         request=request,
         sequences=sequences,
@@ -267,13 +285,23 @@ def _explanation(
         reason=chosen.reason,
         partition=partition,
         ranges=ranges,
-        read=size * kv_heads * dims * visible,
-        loaded=size * kv_heads * dims * loaded,
+        read=token * visible,
+        loaded=token * loaded,
         other=other,
         workspace=shared,
         flops=flops,
         executed=executed,
     )
+
+
+def bytes_of_head(request: KvRequest) -> int:
+    """Bytes of a token and head in both caches, with scales by token."""
+    found = 0
+    for cache, scale in ((request.k, request.k_scale), (request.v, request.v_scale)):
+        found += cache.shape[-1] * cache.element_size()
+        if isinstance(scale, Tensor) and has_token_scales(scale):
+            found += scale.element_size() * (scale.shape[3] if scale.dim() == 4 else 1)
+    return found
 
 
 def _visible_keys(n_q: int, n_k: int, start: int, before: int | None, after: int | None) -> int:

@@ -118,3 +118,26 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["plan"]["unit"] == 256
     assert cli.main([*words, "1"]) == 2
     assert "one for each sequence" in capsys.readouterr().err
+
+
+def test_bytes_of_a_cache() -> None:
+    """Those of its dtype, with scales by token; what is key and value is read once."""
+
+    def read(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, **scales: Any) -> float:
+        told = explain_kv(q, k, v, [4096], device="H200", backend="triton", **scales)
+        assert told.to_dict()["bytes"]["read"] == told.read
+        return told.read / 4096
+
+    q, scale = torch.zeros(1, 1, 32, 128, dtype=torch.bfloat16), torch.ones(1, 4096, 8)
+    cache = torch.zeros(1, 4096, 8, 128, dtype=torch.int8)
+    half, int4 = cache[..., :64], cache[..., :64].view(torch.uint8)
+    assert read(cache, cache, q, k_scale=1.0, v_scale=1.0) == 8 * 256
+    assert read(cache, cache, q, k_scale=scale, v_scale=scale) == 8 * (256 + 8)
+    groups = scale[..., None].expand(-1, -1, -1, 2)
+    assert read(int4, int4, q, k_scale=groups, v_scale=groups) == 8 * (128 + 16)
+    assert read(q.expand(1, 4096, 32, 128)[:, :, :8], half, q, v_scale=1.0) == 8 * (256 + 64)
+    q, mla = torch.zeros(1, 1, 16, 576), torch.zeros(1, 4096, 1, 576)
+    packed = tilewise.pack_mla(mla).view(torch.float8_e4m3fn)
+    assert read(mla, mla[..., :512], q) == 576 * 4
+    assert read(mla, mla[..., :512].clone(), q) == (576 + 512) * 4
+    assert read(packed, packed[..., :512], q) == 656
