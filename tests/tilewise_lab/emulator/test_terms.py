@@ -135,7 +135,7 @@ def judge(chosen, monkeypatch, longest=None):
     monkeypatch.setattr(ReferenceBackend, "forward_runner", lambda self, r: lambda x: forward(Request.of(r.spec, x)))
     monkeypatch.setattr(
         ReferenceBackend,
-        "backward",
+        "backward_runner",
         lambda self, r, bwd_inputs: lambda x: backward(Request.of(r.spec, x[:-4]), BackwardInputs(*x[-4:])),
     )
     chosen = features.replace(PLAIN, **chosen)
