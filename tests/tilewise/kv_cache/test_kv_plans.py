@@ -46,8 +46,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found: Counter[str] = Counter()
 
     def count(name: str) -> None:
-        make = getattr(KvKernels, name)
-        monkeypatch.setattr(KvKernels, name, lambda *x: found.update([name]) or make(*x))
+        make = getattr(KvKernels, f"{name}_runner")
+        monkeypatch.setattr(KvKernels, f"{name}_runner", lambda *x: found.update([name]) or make(*x))
 
     for name in ("attend", "append", "schedule"):
         count(name)
