@@ -260,7 +260,7 @@ def _explanation(
     before, after = request.spec.before, request.spec.after
     heads, kv_heads, dims = q.shape[-2], k.shape[-2], q.shape[-1] + head_dim(v)
     size = q.element_size()
-    token = kv_heads * (bytes_of_head(request) - shared_bytes)
+    token = kv_heads * (_bytes_of_head(request) - shared_bytes)
     flops = 2 * heads * dims * sum(_pairs(*seq, before, after) for seq in sequences)
     queries = sum(n for n, _, _ in sequences)
     visible = sum(_visible_keys(*seq, before, after) for seq in sequences)
@@ -294,7 +294,7 @@ def _explanation(
     )
 
 
-def bytes_of_head(request: KvRequest) -> int:
+def _bytes_of_head(request: KvRequest) -> int:
     """Bytes of a token and head in both caches, with scales by token."""
     found = 0
     for cache, scale in ((request.k, request.k_scale), (request.v, request.v_scale)):
