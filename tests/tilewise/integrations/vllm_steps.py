@@ -76,7 +76,7 @@ class Recorder:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, out: Tensor, plan: KvPlan, **options: Any):
         request = checks.attend_request(q, k, v, lengths, kv_options(options))  # type: ignore[arg-type]
         call = KvCall(request, out=out, lse=plan.lse)
-        self.run(choose(request, TARGET.gpu).backend.kv.attend(call), call)
+        self.run(choose(request, TARGET.gpu).backend.kv.attend_runner(call), call)
 
     def append(
         self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, backend: str, **options: Any
@@ -85,7 +85,7 @@ class Recorder:
         places = checks.places_of(k_new, k, lengths, asked)
         request = checks.append_request(k_new, v_new, k, v, places, None, asked)
         kernels = import_module("tilewise.backends.triton").KV
-        self.run(kernels.append(request), request)
+        self.run(kernels.append_runner(request), request)
 
 
 def steps(row: dict[str, Any]) -> Iterator[tuple[int, int, int]]:
