@@ -14,7 +14,7 @@ from tilewise.request import Gpu
     ("gpu", "overlaps"), [(Gpu("cuda", 90), True), (Gpu("cuda", 80), False), (Gpu("hip", "gfx942"), False)], ids=str
 )
 def test_on_gpus_that_can(gpu: Gpu, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "OVERLAP", True)
     assert launch.can_overlap(gpu) is overlaps
-    monkeypatch.setattr(launch, "NO_OVERLAP", True)
+    monkeypatch.setattr(launch, "OVERLAP", False)
     assert not launch.can_overlap(gpu)
