@@ -219,16 +219,17 @@ class CallPlan:
         """
         if not has_address(dout) or not dout.data_ptr() or dout.is_neg():
             return None
-        every = *saved, dout, None
-        runner = self._backward.get(self._backward_key(every, None))
-        return None if runner is None else runner(every)
+        given = *saved, dout
+        runner = self._backward.get(self._backward_key(None, (*map(strides_of, given), None), given))
+        return None if runner is None else runner((*given, None))
 
-    def _backward_key(self, every: Sequence[Tensor | None], wanted: tuple[bool, ...] | None) -> tuple[Any, ...]:
+    def _backward_key(
+        self, wanted: tuple[bool, ...] | None, strides: Sequence[Any], given: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
         """What a runner of `backward` depends on. The layout of dout is not known before, and a hook may have replaced
-        a saved tensor. (A KernelCall checks the alignment.)"""
-        given = [x for x in every if x is not None]
-        absent = [x is None for x in every]
-        key = (wanted, *absent, *map(strides_of, given), *map(dtype_of, given), *map(gpu_of, given))
+        a saved tensor. (A KernelCall checks the alignment.) `strides`: of all tensors, None for one that is absent;
+        `given`: the others."""
+        key = (wanted, *strides, *map(dtype_of, given), *map(gpu_of, given))
         return (*key, torch.backends.cuda.matmul.fp32_precision) if self.uses_tf32 else key
 
     def backward(
@@ -241,7 +242,8 @@ class CallPlan:
             wanted: which of the score terms' gradients; None for those of q, k and v.
             tangents: how many of the tensors are tangents.
         """
-        key = self._backward_key(every, wanted)
+        strides = [None if x is None else x.stride() for x in every]
+        key = self._backward_key(wanted, strides, [x for x in every if x is not None])
         runner = self._backward.get(key)
         if runner is None:
             runner = self._backward_runner([*every], wanted, tangents)
