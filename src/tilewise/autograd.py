@@ -199,9 +199,7 @@ def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor 
         constants = out.detach(), lse.detach()
         return FirstDerivative.apply(Leaf(wanted), Leaf(spec), *constants, *bwd_inputs[2:], *tensors)  # type: ignore[no-untyped-call]
 
-    is_stack = not torch.compiler.is_compiling() and is_batched(dout, dlse)
-    grads = split_batched(gradients, dout, dlse) if is_stack else gradients(dout, dlse)
-    return None, *grads, *(None,) * (len(tensors) - n)
+    return None, *by_gradient(gradients, dout, dlse), *(None,) * (len(tensors) - n)
 
 
 def is_batched(*tensors: Tensor | None) -> bool:
@@ -213,9 +211,11 @@ def is_batched(*tensors: Tensor | None) -> bool:
     return False
 
 
-def split_batched(function: Callable[..., Any], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """function(*tensors), a tuple, for tensors some of which are such stacks: once for each entry. Their level is 1:
-    autograd does not nest them."""
+def by_gradient(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    """Returns function(*tensors), a tuple. If some of `tensors` are stacks of gradients (`is_batched`), calls the
+    function once for each entry and returns stacks of its results. Their level is 1: autograd does not nest them."""
+    if torch.compiler.is_compiling() or not is_batched(*tensors):
+        return function(*tensors)
     plain = [unbatched(x, 1, 1, 0) if x is not None and is_batched(x) else x for x in tensors]
     size = next(p.shape[0] for p, x in zip(plain, tensors, strict=True) if p is not None and p is not x)
     each = [
@@ -267,9 +267,7 @@ class FirstDerivative(torch.autograd.Function):
             tout, tlse, *grads = SecondDerivative.apply(Leaf(ctx.spec), out, lse, dout, dlse, *moved, *tensors)  # type: ignore[no-untyped-call]
             return tout, None if dlse is None else tlse, *grads, *(None,) * (len(tensors) - 3)
 
-        is_stack = not torch.compiler.is_compiling() and is_batched(*cotangents)
-        found = split_batched(second, *cotangents) if is_stack else second(*cotangents)
-        return None, None, None, None, *found
+        return None, None, None, None, *by_gradient(second, *cotangents)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

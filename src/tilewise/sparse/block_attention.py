@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import first_order
+from ..autograd import by_gradient, first_order
 from ..ops.dense import registered
 from ..request import BackwardInputs, Gpu, Request, Spec, arguments, gpu_of
-from .checks import by_gradient
 
 _library = torch.library.Library("tilewise_sparse", "FRAGMENT")
 _library.define(

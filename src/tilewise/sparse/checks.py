@@ -9,7 +9,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ..autograd import is_batched, split_batched
 from ..errors import AttentionError, shown
 from ..options import Options
 from ..request import Spec
@@ -103,12 +102,6 @@ def check_indices(name: str, function: str, indices: Tensor, last: int | Tensor)
 def is_transformed() -> bool:
     """Whether torch.func or forward mode differentiates or batches the call."""
     return not torch.compiler.is_compiling() and (transform_level() is not None or forward_mode_level() >= 0)
-
-
-def by_gradient(function: Callable[..., Any], *grads: Tensor | None) -> Any:
-    """function(*grads), also of stacks of gradients (`is_grads_batched`), once for each entry."""
-    is_stack = not torch.compiler.is_compiling() and is_batched(*grads)
-    return split_batched(function, *grads) if is_stack else function(*grads)
 
 
 def looped(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:

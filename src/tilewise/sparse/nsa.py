@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..autograd import first_order
+from ..autograd import by_gradient, first_order
 from ..errors import AttentionError, shown
 from ..mods import mask_mod
 from ..request import gpu_of
 from ..validation.dense import DTYPES, to_bshd
 from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
 from .checks import (
-    by_gradient,
     check_indices,
     check_sizes,
     checked_batch,

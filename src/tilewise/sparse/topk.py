@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import first_order
+from ..autograd import by_gradient, first_order
 from ..errors import AttentionError, shown
 from ..request import Gpu, gpu_of
 from ..validation.dense import DTYPES, to_bshd
-from .checks import by_gradient, check_indices, is_transformed, looped
+from .checks import check_indices, is_transformed, looped
 
 MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)
 FIRST_ORDER = "one of topk with backend='triton'", "backend='reference', which has second derivatives"

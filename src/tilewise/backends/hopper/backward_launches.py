@@ -221,18 +221,18 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
     terms = device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True)
     if mask_words is not None:
         terms = with_words(terms, request, mask_words)
-    # of parts, only the box shapes of these two are used
-    dk_box = part_descriptors(k if config.SPLIT else dk, 64, tuple(x // shares for x in config.D))
-    dv_box = part_descriptors(v if config.SPLIT else dv, 64, tuple(x // shares for x in config.DV))
     operands = {
         "q": part_descriptors(q, config.BLOCK_M, config.D),
         "k": part_descriptors(k, 64, config.D),
         "v": part_descriptors(v, 64, config.DV),
         "do": part_descriptors(bwd_inputs.dout, config.BLOCK_M, config.DV),
-        "dk": dk_box,
-        "dv": dv_box,
+        # of a split, only the box shapes of these two are used
+        "dk": part_descriptors(k if config.SPLIT else dk, 64, tuple(x // shares for x in config.D)),
+        "dv": part_descriptors(v if config.SPLIT else dv, 64, tuple(x // shares for x in config.DV)),
     }
-    by_query = device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N)).blocks
+    query_lists = Blocks()
+    if config.DETERMINISTIC:
+        query_lists = device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N)).blocks
     args = in_order(
         backward_kernel,
         **{name: first for name, (first, _) in operands.items()},
@@ -265,7 +265,7 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
         rows_in_l2=schedule.groups.size,
         grouped_rows=None if config.DETERMINISTIC else schedule.groups.grouped,
         terms=terms,
-        query_lists=by_query if config.DETERMINISTIC else Blocks(),
+        query_lists=query_lists,
     )
     mod = mask_mod(request) if mask_words is None else None
     options = {"MASK_MOD": mod, "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
