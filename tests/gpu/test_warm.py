@@ -25,7 +25,8 @@ print(misses)
 
 def test_a_warmed_cache_leaves_nothing_to_compile(tmp_path: Path) -> None:
     major, minor = torch.cuda.get_device_capability()
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    sources = Path(__file__).resolve().parents[2] / "src"
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(sources)}
     warm = ["warm", "--head-dim", "128", "--heads", "8", "--kv-heads", "4", "--gpu", f"sm_{major}{minor}"]
     subprocess.run([sys.executable, "-m", "tilewise_lab", *warm], env=environment, check=True)
     said = subprocess.run([sys.executable, "-c", CALLS], env=environment, check=True, capture_output=True, text=True)
