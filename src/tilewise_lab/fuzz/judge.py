@@ -198,7 +198,8 @@ def _floors(case: Case, found: dict[str, Any], exact: dict[str, Tensor]) -> dict
     unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
     capped = case.softcap is not None or case.score_mod == "softcap"
     tanh = 2.0**-11 if capped and dtype in (torch.float16, torch.bfloat16) and case.backend != "reference" else 0.0
-    noise = oracle.Noise(torch.finfo(dtype).eps / 2, unit, tanh)
+    half = torch.finfo(dtype).eps / 2
+    noise = oracle.Noise(half, unit, tanh, half * torch.finfo(dtype).smallest_normal)
     floors = dict.fromkeys(exact, 0.0)
     if case.mode in ("jvp", "second") or dtype == torch.float64:  # for want of a truth that is finer than the result
         sizes = [_size(found[n].detach().double()) for n in case.shapes()] + [

@@ -20,17 +20,19 @@ Tensors = dict[str, Tensor]
 
 
 class Noise(NamedTuple):
-    """half: one rounding of what is kept in the inputs' dtype; unit: of what is kept in float32 (or float64)."""
+    """Roundings. half: of what is kept in the inputs' dtype, relative; tiny: the same of numbers near 0, absolute;
+    unit: of what is kept in float32 (or float64); tanh: of a softcap, where the hardware's is taken."""
 
     half: float
     unit: float
-    tanh: float  # of a softcap, where the hardware's is taken
+    tanh: float
+    tiny: float = 0.0
 
     def off(self, x: Tensor, bound: Tensor | float) -> Tensor:
         return x + bound * (2 * torch.rand_like(x) - 1)
 
     def cut(self, x: Tensor) -> Tensor:
-        return self.off(x, self.half * x.abs())
+        return self.off(x, (self.half * x.abs()).clamp_min(self.tiny) * (x != 0.0))
 
 
 def attend(case: Case, x: Tensors, fixed: Tensors, dtype: torch.dtype, noise: Noise | None = None) -> Tensors:

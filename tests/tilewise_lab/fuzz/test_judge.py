@@ -120,3 +120,11 @@ def test_noise_of_size_zero_is_no_noise(case):
     silent = results(case, found, torch.float64, oracle.Noise(0.0, 0.0, 0.0))
     for name, x in exact.items():
         torch.testing.assert_close(silent[name], x, rtol=1e-9, atol=1e-11)
+
+
+def test_noise_of_numbers_near_zero_is_that_of_subnormals():
+    """float16 rounds 1e-8 to 0 or 6e-8; 0 stays 0."""
+    noise = oracle.Noise(2.0**-11, 2.0**-24, 0.0, 2.0**-25)
+    cut = noise.cut(torch.tensor([1e-8] * 100 + [0.0], dtype=torch.float64))
+    assert 2.0**-27 < (cut - 1e-8)[:-1].abs().max() <= 2.0**-25
+    assert cut[-1] == 0.0
