@@ -305,6 +305,7 @@ NAMES: dict[str, Any] = {
     "tma_stores_done": lambda: machine.store_wait(0),
     "prefetch_l2": lambda p: None,
     "opaque": lambda x: x,
+    "program_id_here": lambda: Int(current().program.index),
     "opaque64": lambda x: x,
     "fast_tanh": _unary(torch.tanh, "exp2"),
     "downcast": lambda x, dtype: x.to(dtype),

@@ -25,7 +25,7 @@ def run(v: torch.Tensor, spec: Spec, bad_key: int | None = None, **terms: Any) -
         k[:, bad_key] = torch.nan
     out, lse = torch.full_like(v, torch.nan), torch.full((1, 1, v.shape[1]), torch.nan)
     request, memory = Request(q, k, v, spec, **terms), DeviceMemory(v.device)
-    state = hopper.new_state(memory)._replace(mask_words=hopper.new_words(request, memory))
+    state = hopper.new_state(memory, request)._replace(mask_words=hopper.new_words(request, memory))
     for words in hopper.words_launches(request, state.mask_words):
         words()
     (forward,) = hopper.forward_launches(request, out, lse, state, 2)
