@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..common.device.score import scores
 from ..common.device.softmax import exponent, log2_scale, rescale_exponent, row_maximum
-from ..common.device.structs import LOG2E, Pairs
+from ..common.device.structs import LOG2E, Pairs, Work
 from ..common.device.tile_io import row_pointers
 from .dropout import kept_weights, query_words
 from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
@@ -116,7 +116,9 @@ def repair_tile(w, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         score = row_maximum(score, LOG2E, terms.large_scores)
         sink += gl.exp2(rescale_exponent(score, lse2, LOG2E, terms.large_scores))
     dropout_words = query_words(w, first, gl.SliceLayout(1, layout), ROWS, terms)
-    lo, hi, span = block_range(first, w, params, ROWS, CONFIG.BLOCK_N)
+    # opaque: max(n_k, 0) would likewise be computed before the loop over tiles
+    keys = Work(w.b, w.h, w.first, w.q0, w.n_q, w.k0, opaque(w.n_k), w.r0)
+    lo, hi, span = block_range(first, keys, params, ROWS, CONFIG.BLOCK_N)
     for column in range(FIRST_COLUMN, gl.minimum(inputs[2].columns, FIRST_COLUMN + CONFIG.BLOCK_DV), REPAIR_COLUMNS):
         acc = gl.zeros([ROWS, REPAIR_COLUMNS], gl.float32, acc_layout(REPAIR_COLUMNS))
         total = sink
