@@ -321,7 +321,7 @@ def opaque(x):
 
 @gluon.jit
 def program_id_here():
-    """gl.program_id(0), read where it is written. The compiler would otherwise read it once and keep it in a register."""
+    """gl.program_id(0), read where this is written. Otherwise it is read once and kept in a register."""
     return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

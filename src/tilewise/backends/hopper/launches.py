@@ -161,11 +161,12 @@ def forward_launch(
     config: ForwardConfig,
     cache: KvCache = NO_CACHE,
 ) -> Launch:
-    """`results`: out, lse and the largest score of each head, or None."""
+    """`results`: out, lse and the largest score of each head, or None. With a cache nothing is repaired."""
     q, spec = request.q, request.spec
     out, lse, max_logit = results
     repair = RepairPointers()
-    if state.tiles is not None:
+    if request.is_masked and cache.lengths is None:
+        assert state.tiles is not None, "the state of a call with a KV cache"
         # in fp8 the descriptors, which have the strides otherwise, are those of the quantised operands
         inputs = [output(x) if config.FP8 else x for x in (q, request.k, request.v)]
         repair = RepairPointers(inputs[0], inputs[1], inputs[2], out, state.flags, state.tiles)
