@@ -242,6 +242,7 @@ WORDS = SimpleNamespace(
     range=_range,
     static_range=_range,
     static_assert=lambda *a: None,
+    assume=lambda condition: None,
     to_tensor=Int,
     cast=cast,
     pointer_type=PointerType,

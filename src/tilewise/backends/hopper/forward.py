@@ -280,6 +280,7 @@ def produce(shared, inputs, params, scheduler, tiles, CONFIG: gl.constexpr):
     VARLEN: gl.constexpr = is_varlen(params.cu_q, params.cache.lengths)
     lists = params.terms.blocks
     tile_id = gl.program_id(0)
+    gl.assume(tile_id < scheduler.num_tiles)  # else a value is spilled for a loop that is not entered
     last_id = gl.to_tensor(-1)
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
