@@ -57,7 +57,7 @@ def run_all(launches: list[Launch]) -> Run:
 
 def forward_run(request: Request, out: Tensor, lse: Tensor) -> Run:
     device = request.q.device
-    state = forward.new_state(DeviceMemory(device))
+    state = forward.new_state(DeviceMemory(device), request)
     return run_all(forward.forward_launches(request, out, lse, state, target_of(device).num_sms))
 
 

@@ -105,7 +105,7 @@ def compile_candidate(case: Case, tile: ForwardTile) -> int | str:
     memory = DeviceMemory(request.q.device)
     out, lse = new_results(request, memory)
     try:
-        (made,) = forward_launches(request, out, lse, new_state(memory), OFFLINE_PROCESSORS, **overrides(tile))
+        (made,) = forward_launches(request, out, lse, new_state(memory, request), OFFLINE_PROCESSORS, **overrides(tile))
         return compile_for(90, made.kernel, made.args, made.options).spills
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:200]
@@ -123,7 +123,7 @@ def runner(request: Request, changed: dict[str, Any]) -> tuple[Callable[[], None
     memory = DeviceMemory(device)
     out, lse = new_results(request, memory)
     out.fill_(torch.nan)
-    launches = forward_launches(request, out, lse, new_state(memory), target_of(device).num_sms, **changed)
+    launches = forward_launches(request, out, lse, new_state(memory, request), target_of(device).num_sms, **changed)
 
     for launch in launches:
         compute_cache_keys(launch)  # to find what `compile_candidate` compiled

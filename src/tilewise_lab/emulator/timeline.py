@@ -98,8 +98,8 @@ def forward() -> tuple[list[Span], dict[str, str]]:
 
     q, k, v = (torch.randn(1, 512, 1, 128, dtype=torch.bfloat16) for _ in range(3))
     out, lse = torch.empty_like(q), torch.empty(1, 1, 512)
-    state = new_state(DeviceMemory(torch.device("cpu")))
-    (job,) = forward_launches(Request(q, k, v, Spec(128**-0.5, None, 0)), out, lse, state, 1)
+    request = Request(q, k, v, Spec(128**-0.5, None, 0))
+    (job,) = forward_launches(request, out, lse, new_state(DeviceMemory(q.device), request), 1)
     spans = launch(job.kernel, job.programs, job.args, job.options, latencies=(1.0,)).timeline
     return spans, {"produce 2": "producer"}
 

@@ -17,8 +17,8 @@ def timeline(tokens: int, d: int) -> dict[str, Any]:
     make = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, tokens, 1, d, generator=make).to(torch.float16)
     out, lse = torch.empty_like(q), torch.empty(1, 1, tokens)
-    spec, state = Spec.of(head_dim=d), new_state(DeviceMemory(q.device))
-    (one,) = forward_launches(Request(q, k, v, spec), out, lse, state, num_sms=1)
+    request = Request(q, k, v, Spec.of(head_dim=d))
+    (one,) = forward_launches(request, out, lse, new_state(DeviceMemory(q.device), request), num_sms=1)
     machine = launch(one.kernel, one.programs, one.args, one.options)
     spans = [list(span[1:]) for span in machine.timeline]
     return {"spans": spans, "length": max(span.end for span in machine.timeline)}

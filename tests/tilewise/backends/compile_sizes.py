@@ -56,7 +56,7 @@ def caches(dim: int) -> list[int]:
         lengths, table = (torch.empty(*x, dtype=torch.int32, device="meta") for x in ((batch,), (batch, width)))
         places = CachePlaces(lengths, table, new=rng.choice((0, 1, 2, 16)))
         request = KvRequest(Request(q, k, k.clone(), Spec(0.1, None, 0)), places)
-        state = hopper.new_state(DeviceMemory(torch.device("meta")))
+        state = hopper.new_state(DeviceMemory(q.device), None)
         seen.add(specialised(90, prefill_launch(request, q.clone(), lse, state, 132)))
         found.append(len(seen))
     return found

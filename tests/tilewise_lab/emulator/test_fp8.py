@@ -90,7 +90,7 @@ def test_as_the_reference(name: str) -> None:
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.nan)
     memory = DeviceMemory(torch.device("cpu"))
-    launches = fp8_forward_launches(request, (out, lse, None), new_state(memory), 2, memory)
+    launches = fp8_forward_launches(request, (out, lse, None), new_state(memory, request), 2, memory)
     jobs: Any = [x for x in launches.values() if "repair" not in x.kernel.__name__]
     for job in jobs[:-1]:
         job()

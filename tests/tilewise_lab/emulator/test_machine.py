@@ -76,8 +76,9 @@ def run(
         v[:, poison] = torch.nan
     out = torch.full((*outer, n_q, heads, dv), torch.nan, dtype=dtype)
     lse = torch.full((*outer, heads, n_q), torch.nan)
-    state = new_state(DeviceMemory(torch.device("cpu")))
-    job = forward_launches(Request(q, k, v, spec, cu_q=cu[0], cu_k=cu[1]), out, lse, state, programs)[0]
+    request = Request(q, k, v, spec, cu_q=cu[0], cu_k=cu[1])
+    state = new_state(DeviceMemory(q.device), request)
+    job = forward_launches(request, out, lse, state, programs)[0]
     machine = launch(job.kernel, job.programs, job.args, job.options, seed=seed, replace=replace)
     return out, lse, naive(q, k, v, spec, *cu), state, machine
 

@@ -51,7 +51,7 @@ def test_as_the_reference(name: str) -> None:
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.nan)
     found = torch.full(lse.shape[:-1], -math.inf)
-    state = new_state(DeviceMemory(torch.device("cpu")))
+    state = new_state(DeviceMemory(q.device), request)
     job: Any = forward_launches(request, out, lse, state, 2, found)[0]
     launch(job.kernel, job.programs, job.args, job.options)
     wide = request._replace(q=q.float(), k=request.k.float(), v=v.float())

@@ -62,7 +62,7 @@ def forward(request: Request) -> Any:
     words = new_words(request, MEMORY)
     for job in words_launches(request, words):
         job()
-    (job,) = forward_launches(request, out, lse, new_state(MEMORY)._replace(mask_words=words), 2)
+    (job,) = forward_launches(request, out, lse, new_state(MEMORY, request)._replace(mask_words=words), 2)
     launch(*job)
     return out, lse
 

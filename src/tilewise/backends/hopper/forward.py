@@ -18,7 +18,7 @@ from ..common.device.fp8 import Fp8Scales
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import Work
 from .dropout import query_words
-from .forward_repair import Repair, flag_pointer, load_flag, repair_tile
+from .forward_repair import Repair, flag_pointer, record_tile, repair_tiles
 from .forward_tiles import (
     ROWS,
     Inputs,
@@ -134,7 +134,7 @@ def skip_blocks(shared, n, end, WG: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+def consume(shared, outputs, params, scheduler, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Consumer warpgroup WG: O and lse of its 64 queries of every tile."""
     VARLEN: gl.constexpr = is_varlen(params.cu_q, params.cache.lengths)
     if WG == 0:
@@ -142,26 +142,16 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     n = gl.to_tensor(0)  # blocks so far: use n of the K and V pipelines is the next one
     t = gl.to_tensor(0)  # tiles so far
     w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
-    flags = outputs.repair.pointers.flags
-    REPAIR: gl.constexpr = flags is not None
     while w.first >= 0:
-        n, flag_before = attend_tile(shared, outputs, params, w, n, t, WG, CONFIG)
-        if not REPAIR:
-            release_tile_info(shared.tile_info, t)
+        n = attend_tile(shared, outputs, params, w, n, t, WG, CONFIG)
+        release_tile_info(shared.tile_info, t)
         t += 1
         w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
-        if REPAIR:
-            # Tile t - 1 was just computed. Meanwhile `attend_tile` has loaded the flag of tile t - 2 (if t = 1, 0).
-            # It is tested here. No tile follows the last one, so its flag is loaded and tested here too.
-            flag = flag_before
-            for done in range(t - 2, gl.where(w.first < 0, t, t - 1)):
-                if done == t - 1:
-                    barrier()  # all warps have stored their flags, and all load the same value
-                    flag = load_flag(flags, done, WG, CONFIG)
-                if flag > 0:
-                    repair_tile(shared.tile_info, done, outputs, params, WG, CONFIG)
-            release_tile_info(shared.tile_info, gl.maximum(t - 2, 0), pred=t > 1)
-    tma.store_wait(0)
+    if outputs.repair.pointers.flags is None:
+        tma.store_wait(0)
+    else:
+        # w ends the loop. Its b is the id of the last tile.
+        repair_tiles(w.b, outputs, params, scheduler, WG, CONFIG)
 
 
 @gluon.jit
@@ -181,7 +171,7 @@ def own_uses(n, lo, hi, first, w, params, CONFIG: gl.constexpr):
 @gluon.jit
 def attend_tile(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Attention of this warpgroup's queries of the t-th tile, whose first block is use n of the K and V pipelines.
-    Returns the use after its last block, and the repair flag of the tile before."""
+    Returns the use after its last block."""
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     terms = params.terms
@@ -266,10 +256,6 @@ def attend_tile(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.c
     arrive(shared.q.empty.index(q_slot))
     if CONFIG.RESCALE_LATE:
         acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
-    flag_before = gl.to_tensor(0)
-    flags = outputs.repair.pointers.flags
-    if flags is not None:
-        flag_before = load_flag(flags, t - 1, WG, CONFIG)  # the last P V hides the latency
     wait_full(shared.v, end_use - 1, STAGES)
     acc = finish_pv(issue_pv(p, shared.v, end_use - 1, acc, WG, CONFIG), p, acc, rescaling, CONFIG)
     release(shared.v, end_use - 1, STAGES)
@@ -278,25 +264,30 @@ def attend_tile(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.c
 
     # read again instead of kept in registers through the loop
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, is_varlen(params.cu_q, params.cache.lengths))
-    flag_address = None if flags is None else flag_pointer(flags, t, WG, CONFIG)
+    flags = outputs.repair.pointers.flags
+    flag = None if flags is None else flag_pointer(flags, WG, CONFIG)
     tile = (w, first, (WG - SLOT) * CONFIG.BLOCK_DV)
-    epilogue((acc, m_i, l_i, v_factor), tile, shared.o.index(WG), flag_address, outputs, params, CONFIG)
-    return n, flag_before
+    epilogue((acc, m_i, l_i, v_factor), tile, shared.o.index(WG), flag, outputs, params, CONFIG)
+    return n
 
 
 @gluon.jit
-def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
-    """Producer warp: draws tiles and loads K_0, Q, K_1, V_0, K_2, V_1 .., the order in which consumers need them."""
+def produce(shared, inputs, params, scheduler, tiles, CONFIG: gl.constexpr):
+    """Producer warp: draws tiles, and loads K_0, Q, K_1, V_0, K_2, V_1 .., the order in which consumers need them. It
+    lists its tiles in `tiles`, unless that is None (`record_tile`)."""
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     VARLEN: gl.constexpr = is_varlen(params.cu_q, params.cache.lengths)
     lists = params.terms.blocks
     tile_id = gl.program_id(0)
+    gl.assume(tile_id < scheduler.num_tiles)  # else a value is spilled for a loop that is not entered
+    last_id = gl.to_tensor(-1)
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
     while tile_id < scheduler.num_tiles:
         w = tile_work(tile_id, scheduler, params, CONFIG)
         if w.first < w.n_q:
+            last_id = record_tile(tiles, tile_id, last_id)
             write_tile_info(shared.tile_info, t, w, VARLEN)
             keys = Tokens(w.b, w.h // CONFIG.GROUP, w.k0, w.n_k)
             if CONFIG.FP8:
@@ -329,7 +320,7 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
             t += 1
         else:
             tile_id = next_tile_id(scheduler)
-    write_tile_info(shared.tile_info, t, Work(0, 0, -1, 0, 0, 0, 0, 0), VARLEN)
+    write_tile_info(shared.tile_info, t, Work(last_id, 0, -1, 0, 0, 0, 0, 0), VARLEN)
 
 
 @gluon.jit
@@ -351,16 +342,19 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
     gdc_launch_dependents()  # after the wait: the next kernel may read what the previous one wrote without waiting
     if WARPGROUPS == 1:
         gl.warp_specialize(
-            [(consume, (shared, outputs, params, 0, CONFIG)), (produce, (shared, inputs, params, scheduler, CONFIG))],
+            [
+                (consume, (shared, outputs, params, scheduler, 0, CONFIG)),
+                (produce, (shared, inputs, params, scheduler, outputs.repair.pointers.tiles, CONFIG)),
+            ],
             [1],
             [24],
         )
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (shared, outputs, params, 0, CONFIG)),
-                (consume, (shared, outputs, params, 1, CONFIG)),
-                (produce, (shared, inputs, params, scheduler, CONFIG)),
+                (consume, (shared, outputs, params, scheduler, 0, CONFIG)),
+                (consume, (shared, outputs, params, scheduler, 1, CONFIG)),
+                (produce, (shared, inputs, params, scheduler, outputs.repair.pointers.tiles, CONFIG)),
             ],
             [4, 1],
             [240, 24] if CONFIG.PAGE_BOXES == 1 else [232, 40] if CONFIG.PAGE_PREFETCH < 8 else [224, 56],
@@ -368,10 +362,10 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
     else:
         gl.warp_specialize(
             [
-                (consume, (shared, outputs, params, 0, CONFIG)),
-                (consume, (shared, outputs, params, 1, CONFIG)),
-                (consume, (shared, outputs, params, 2, CONFIG)),
-                (produce, (shared, inputs, params, scheduler, CONFIG)),
+                (consume, (shared, outputs, params, scheduler, 0, CONFIG)),
+                (consume, (shared, outputs, params, scheduler, 1, CONFIG)),
+                (consume, (shared, outputs, params, scheduler, 2, CONFIG)),
+                (produce, (shared, inputs, params, scheduler, outputs.repair.pointers.tiles, CONFIG)),
             ],
             [4, 4, 1],
             [160, 160, 32] if CONFIG.PAGE_BOXES > 1 else [160, 160, 24],

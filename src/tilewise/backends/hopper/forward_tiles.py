@@ -346,10 +346,19 @@ def split_columns(acc):
 
 
 @gluon.jit
+def split_rows(x):
+    """Rows 0 to 7 of every 16, and rows 8 to 15, in the registers where they are: a thread has one of each."""
+    M: gl.constexpr = x.shape[0] // 2
+    N: gl.constexpr = x.shape[1]
+    first, second = gl.split(x.reshape([M // 8, 2, 8, N]).permute((0, 2, 3, 1)))
+    return first.reshape([M, N]), second.reshape([M, N])
+
+
+@gluon.jit
 def epilogue(state, tile, o_tile, flag, outputs, params, CONFIG: gl.constexpr):
-    """Stores O = factor * acc / l_i and lse = m_i (`row_maximum`) + log l_i. Sets *flag, unless `flag` is None, where O
-    is NaN and l_i is not. `state`: acc, m_i, l_i, and the factor, the scale of V in fp8 and otherwise 1. `tile`: work,
-    first query, first column of O."""
+    """Stores O = factor * acc / l_i and lse = m_i (`row_maximum`) + log l_i. Sets *flag, unless `flag` is None, where a
+    hidden nan or inf of V may have reached O. `state`: acc, m_i, l_i, and the factor, the scale of V in fp8 and
+    otherwise 1. `tile`: work, first query, first column of O."""
     acc, m_i, l_i, factor = state
     w, first, first_column = tile
     terms = params.terms
@@ -390,8 +399,9 @@ def epilogue(state, tile, o_tile, flag, outputs, params, CONFIG: gl.constexpr):
         column = first_column + WIDTH * (CONFIG.O_STORES - 1)
         tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, column), o_tile)
     if flag is not None:
-        denominator = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
-        bad = (sums != sums) & (denominator == denominator)
+        first_total, second_total = split_rows(total[:, None])
+        has_softmax = (first_total == first_total) | (second_total == second_total)
+        bad = (sums * 0.0 != 0.0) & gl.convert_layout(has_softmax, sums.type.layout, assert_trivial=True)
         gl.store(flag + bad.to(gl.int32) * 0, bad.to(gl.int32), mask=bad)
     i = first + gl.arange(0, ROWS, m_i.type.layout)
     divisor = gl.convert_layout(divisor, m_i.type.layout)
@@ -419,10 +429,11 @@ def store_max_logit(m_i, w, first, max_logit, params):
 
 @gluon.jit
 def store_to_shared(acc, factor, o_tile, COLUMN: gl.constexpr):
-    """Stores O = factor * acc to its columns of the tile in shared memory. Returns the `lane_sums` of O."""
+    """Stores O = factor * acc to its columns of the tile in shared memory. Returns the `lane_sums` of every second row:
+    a hidden nan or inf makes its column of O nan or inf in all rows, because 0 * nan and 0 * inf are nan."""
     out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
     o_tile.slice(COLUMN, acc.shape[1], dim=1).store(out.to(o_tile.dtype))
-    return lane_sums(out)
+    return lane_sums(split_rows(out)[0])
 
 
 @gluon.jit
@@ -430,4 +441,4 @@ def store_to_global(acc, factor, o_float32, tokens, first, COLUMN: gl.constexpr)
     """The same to global memory, in float32."""
     out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
     store_global(o_float32, out, tokens, first, COLUMN)
-    return lane_sums(out)
+    return lane_sums(split_rows(out)[0])

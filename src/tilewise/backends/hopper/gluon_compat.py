@@ -320,6 +320,12 @@ def opaque(x):
 
 
 @gluon.jit
+def program_id_here():
+    """gl.program_id(0), read where this is written. Otherwise it is read once and kept in a register."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def opaque64(x):
     """The same for 64-bit integers."""
     return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=gl.int64, is_pure=False, pack=1)

@@ -55,7 +55,7 @@ def attend_launches(call: KvCall, target: Target, memory: Memory, shared: bool =
     assert lse is not None
     # The kernel writes a contiguous lse. The lse of a plan is strided and is not returned.
     own = lse if lse.is_contiguous() else memory.empty(lse.shape, lse.dtype)
-    prefill = prefill_launch(request, out, own, new_state(memory), target.num_sms, call.max_logit)
+    prefill = prefill_launch(request, out, own, new_state(memory, None), target.num_sms, call.max_logit)
     if request.dense.cu_q is None:
         return [prefill]
     rest = call._replace(request=decode_request(request))

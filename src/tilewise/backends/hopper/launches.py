@@ -34,10 +34,12 @@ FIRST_FLAG = 8  # of the zeros of a call: the tile scheduler's counter comes bef
 
 class State(NamedTuple):
     """Zeros that the launches leave at zero: the tile scheduler's counter; the flags of the NaN repair. And memory for
-    the bits of a block mask, or None."""
+    the repair's lists of tiles, a number for each tile, or None without a repair; and for the bits of a block mask, or
+    None."""
 
     counter: Tensor
     flags: Tensor
+    tiles: Tensor | None = None
     mask_words: Tensor | None = None
 
 
@@ -48,9 +50,15 @@ class Operands(NamedTuple):
     fp8: Fp8Scales = Fp8Scales()
 
 
-def new_state(memory: Memory) -> State:
+def new_state(memory: Memory, request: Request | None) -> State:
+    """`request`: the call, whose results are repaired where a mask may hide keys. None: a call with a KV cache."""
     zeros = memory.counters()
-    return State(zeros, zeros[FIRST_FLAG:])
+    state = State(zeros, zeros[FIRST_FLAG:])
+    if request is None or not request.is_masked:
+        return state
+    size = call_shape(request)
+    most_tiles = size.programs(size.n_q, size.heads, ROWS.value)
+    return state._replace(tiles=memory.empty((most_tiles,), torch.int32))
 
 
 def build_forward(spec: Spec) -> Build:
@@ -72,7 +80,7 @@ def named_launches(
     """The launches by name, in order. Names in parentheses are of small kernels. `results`: out, lse, and the largest
     score of each head or None."""
     out, lse, max_logit = results
-    state = new_state(memory)
+    state = new_state(memory, request)
     found: dict[str, Launch] = {}
     if request.blocks:
         state = state._replace(mask_words=new_words(request, memory))
@@ -158,9 +166,10 @@ def forward_launch(
     out, lse, max_logit = results
     repair = RepairPointers()
     if request.is_masked and cache.lengths is None:
+        assert state.tiles is not None, "the state of a call with a KV cache"
         # in fp8 the descriptors, which have the strides otherwise, are those of the quantised operands
         inputs = [output(x) if config.FP8 else x for x in (q, request.k, request.v)]
-        repair = RepairPointers(inputs[0], inputs[1], inputs[2], out, state.flags)
+        repair = RepairPointers(inputs[0], inputs[1], inputs[2], out, state.flags, state.tiles)
     block_m = config.BLOCK_M
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
@@ -203,7 +212,7 @@ def forward_launch(
     options = {"SCORE_MOD": score, "MASK_MOD": mask, "CONFIG": config, "num_warps": 4}
     options |= pdl_option(OVERLAP)
     programs = min(tiles_per_row * rows, config.PROGRAMS * num_sms)
-    assert FIRST_FLAG + 2 * config.WARPGROUPS * programs <= COUNTERS, "more flags than the zeros of a call"
+    assert FIRST_FLAG + config.WARPGROUPS * programs <= COUNTERS, "more flags than the zeros of a call"
     if config.PROGRAMS > 1:
         # the producer warp counts as a warpgroup when the driver gives registers to a program
         options["maxnreg"] = REGISTERS // (128 * (config.WARPGROUPS + 1) * config.PROGRAMS) // 8 * 8

@@ -323,8 +323,8 @@ def read_tile_info(info, n, n_q, n_k, VARLEN: gl.constexpr):
 
 
 @gluon.jit
-def release_tile_info(info, n, pred=True):
-    mbarrier.arrive(info.empty.index(n % TILE_SLOTS), count=1, pred=pred)
+def release_tile_info(info, n):
+    mbarrier.arrive(info.empty.index(n % TILE_SLOTS), count=1)
 
 
 @triton.jit

@@ -91,6 +91,16 @@ def global_rows(x, b, h, start, i):
 
 
 @gluon.jit
+def load_global(x, tokens, first, column, like):
+    """x at the rows `first` and on of `tokens` and the columns `column` and on, with the shape and layout of `like`;
+    0 outside of x."""
+    i = first + gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout))
+    c = column_indices(opaque(gl.to_tensor(column)), like)
+    p = global_rows(x, tokens.b, tokens.h, tokens.start, i)[:, None] + c[None, :]
+    return gl.load(p, mask=(i < tokens.n)[:, None] & (c < x.columns)[None, :], other=0.0)
+
+
+@gluon.jit
 def store_global(out, x, tokens, first, column):
     """Stores x at the rows `first` and on of `tokens` and the columns `column` and on."""
     i = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))

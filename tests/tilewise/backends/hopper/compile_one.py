@@ -93,13 +93,13 @@ def main(
     q, k, v, out = (torch.empty(*outer, heads, x, dtype=getattr(torch, dtype)) for x in (d, d, dv, dv))
     lse = torch.empty(heads, n) if packed else torch.empty(batch, heads, n)
     cu = torch.zeros(3, dtype=torch.int32) if packed else None
-    state = new_state(DeviceMemory(torch.device("cpu")))
     request = with_terms(
         Request(q, k, v, Spec(d**-0.5, before, after, partial=partial, precision=precision), cu_q=cu, cu_k=cu),
         terms,
         batch,
         n,
     )
+    state = new_state(DeviceMemory(torch.device("cpu")), request if page is None else None)
     if partial:  # and somewhere in a larger call, if something asks where
         out, position_offsets = out.float(), torch.zeros(batch, 7, dtype=torch.int32)
         request = request._replace(position_offsets=position_offsets if terms else None)

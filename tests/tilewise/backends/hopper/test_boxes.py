@@ -37,7 +37,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, windows: tuple[Window, ...], words: boo
     memory = DeviceMemory(q.device)
     out = torch.full_like(request.q, torch.nan)
     lse = torch.full((q.shape[0], q.shape[3], out.shape[1]), torch.nan)
-    state = hopper.new_state(memory)._replace(mask_words=hopper.new_words(request, memory))
+    state = hopper.new_state(memory, request)._replace(mask_words=hopper.new_words(request, memory))
     launches = hopper.words_launches(request, state.mask_words)
     assert not (words and launches)
     for launch in launches:

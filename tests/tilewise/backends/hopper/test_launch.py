@@ -23,7 +23,7 @@ def launches(q: Any, after: int | None = None) -> list[Any]:
 
     out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1])
     request = Request(q, torch.empty_like(q), torch.empty_like(q), Spec(0.1, None, after))
-    return forward_launches(request, out, lse, new_state(DeviceMemory(q.device)), 132)
+    return forward_launches(request, out, lse, new_state(DeviceMemory(q.device), request), 132)
 
 
 def is_repaired(launch: Any) -> bool:
@@ -47,7 +47,7 @@ def warpgroups(q: Any, before: int | None = None, cu: Any = None) -> int:
 
     lse = torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3])
     request = Request(q, q, q, Spec(0.1, before, 0), cu_q=cu, cu_k=cu)
-    job, *_ = forward_launches(request, torch.empty_like(q), lse, new_state(DeviceMemory(q.device)), 132)
+    job, *_ = forward_launches(request, torch.empty_like(q), lse, new_state(DeviceMemory(q.device), request), 132)
     found: int = job.options["CONFIG"].WARPGROUPS
     return found
 
@@ -72,7 +72,7 @@ def test_heads_that_share_keys_are_queries_of_one_head(window):
     q, out, k, v = (torch.empty(3, n, h, 128, dtype=torch.bfloat16) for n, h in ((1, 8), (1, 8), (500, 2), (500, 2)))
     lse, request = torch.empty(3, 8, 1), Request(q, k, v, Spec(0.1, window, 0))
     portable = forward_launch(request, out, lse, Gpu("cuda", 90))
-    (hopper,) = forward_launches(request, out, lse, new_state(DeviceMemory(q.device)), 132)
+    (hopper,) = forward_launches(request, out, lse, new_state(DeviceMemory(q.device), request), 132)
     heads = 2 if window is None else 8
     assert (portable.programs, hopper.programs) == (3 * 2, 3 * heads)
     assert is_repaired(hopper) == (window is not None)  # otherwise all keys are seen

@@ -107,8 +107,8 @@ def loop_range(span, w, h, blocks, BLOCK: tl.constexpr):
     if blocks.offsets is None:
         return span.lo, span.hi
     else:
-        tile = tl.minimum(w.first >> blocks.own, blocks.rows // 16 - 1)  # stay inside the lists, whatever w.first is
-        row = blocks.offsets + (tile + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16)
+        tile = tl.minimum(w.first >> blocks.own, (blocks.rows >> 4) - 1)  # stay inside the lists, whatever w.first is
+        row = blocks.offsets + (tile + ((w.b * blocks.batch_rows + h * blocks.head_rows) >> 4))
         lo = tl.load(row)
         hi = tl.load(row + 1)
         width = 1 << blocks.other
