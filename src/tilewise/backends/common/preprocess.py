@@ -38,31 +38,41 @@ class RowConfig(NamedTuple):
 
 
 @triton.jit
-def store_row_statistics(tensors, grid, seqs, CONFIG: tl.constexpr):
-    """Store delta and lse2 of the tile of queries of this program. Rows without visible keys, and padding, get
-    lse2 = +inf: their p is exp2(-inf) = 0, and no later kernel needs to mask a query."""
+def load_row_inputs(tensors, w, grid, seqs, CONFIG: tl.constexpr):
+    """o and do of BLOCK_M rows from w.first on, their lse and dlse; zeros for what is None."""
     PACKED: tl.constexpr = seqs.cu_q is not None
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    w = locate(tl.program_id(0), grid, seqs, seqs.cu_q, BLOCK_M)
-    if w.first < w.n_q:
-        i = w.first + tl.arange(0, BLOCK_M)
-        delta_i = tl.full([BLOCK_M], 0.0, tl.float32)
-        if tensors.o.ptr is not None:
-            o_rows = Rows(tensors.o, w.b, w.h, w.q0, w.first, w.n_q)
-            do_rows = Rows(tensors.do, w.b, w.h, w.q0, w.first, w.n_q)
-            o_tile = load_rows(o_rows, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, False).to(tl.float32)
-            do_tile = load_rows(do_rows, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, False).to(tl.float32)
-            delta_i += tl.sum(o_tile * do_tile, 1)
-        exists = i < w.n_q
-        if tensors.dlse is not None:
-            dlse_pointers = row_pointers(tensors.dlse, seqs.n_q, grid.heads, w.b, w.h, w.q0, i, PACKED)
-            delta_i -= tl.load(dlse_pointers, mask=exists, other=0.0)
-        lse_pointers = row_pointers(tensors.lse, seqs.n_q, grid.heads, w.b, w.h, w.q0, i, PACKED)
-        lse_i = tl.load(lse_pointers, mask=exists, other=float("-inf"))
-        empty = lse_i == float("-inf")
-        lse2_i = tl.where(empty, float("inf"), lse_i if CONFIG.NATURAL else lse_i * LOG2E)
-        tl.store(statistic_pointers(tensors.lse2, w, w.h, w.first, BLOCK_M, PACKED), lse2_i)
-        tl.store(statistic_pointers(tensors.delta, w, w.h, w.first, BLOCK_M, PACKED), tl.where(empty, 0.0, delta_i))
+    i = w.first + tl.arange(0, BLOCK_M)
+    exists = i < w.n_q
+    lse_pointers = row_pointers(tensors.lse, seqs.n_q, grid.heads, w.b, w.h, w.q0, i, PACKED)
+    lse_i = tl.load(lse_pointers, mask=exists, other=float("-inf"))
+    dlse_i = tl.full([BLOCK_M], 0.0, tl.float32)
+    if tensors.dlse is not None:
+        dlse_pointers = row_pointers(tensors.dlse, seqs.n_q, grid.heads, w.b, w.h, w.q0, i, PACKED)
+        dlse_i += tl.load(dlse_pointers, mask=exists, other=0.0)
+    if tensors.o.ptr is not None:
+        o_rows = Rows(tensors.o, w.b, w.h, w.q0, w.first, w.n_q)
+        do_rows = Rows(tensors.do, w.b, w.h, w.q0, w.first, w.n_q)
+        o_tile = load_rows(o_rows, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, False)
+        do_tile = load_rows(do_rows, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, False)
+    else:
+        o_tile = tl.full([BLOCK_M, 1], 0.0, tl.float32)
+        do_tile = o_tile
+    return o_tile, do_tile, lse_i, dlse_i
+
+
+@triton.jit
+def store_row_statistics(tensors, row_inputs, w, seqs, CONFIG: tl.constexpr):
+    """Store delta and lse2 of BLOCK_M rows from w.first on. Rows without visible keys, and padding, get lse2 = +inf:
+    their p is exp2(-inf) = 0, and no later kernel needs to mask a query."""
+    PACKED: tl.constexpr = seqs.cu_q is not None
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    o_tile, do_tile, lse_i, dlse_i = row_inputs
+    delta_i = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1) - dlse_i
+    empty = lse_i == float("-inf")
+    lse2_i = tl.where(empty, float("inf"), lse_i if CONFIG.NATURAL else lse_i * LOG2E)
+    tl.store(statistic_pointers(tensors.lse2, w, w.h, w.first, BLOCK_M, PACKED), lse2_i)
+    tl.store(statistic_pointers(tensors.delta, w, w.h, w.first, BLOCK_M, PACKED), tl.where(empty, 0.0, delta_i))
 
 
 @triton.jit(**ANY_SIZE)
@@ -70,7 +80,11 @@ def preprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG
     """delta = rowsum(do * o) - dlse, and lse in log2 units."""
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
-    store_row_statistics(tensors, Grid(tiles, heads, batch), Sequences(cu_q, cu_k, n_q, n_k), CONFIG)
+    grid = Grid(tiles, heads, batch)
+    seqs = Sequences(cu_q, cu_k, n_q, n_k)
+    w = locate(tl.program_id(0), grid, seqs, cu_q, CONFIG.BLOCK_M)
+    if w.first < w.n_q:
+        store_row_statistics(tensors, load_row_inputs(tensors, w, grid, seqs, CONFIG), w, seqs, CONFIG)
 
 
 def row_statistics(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:

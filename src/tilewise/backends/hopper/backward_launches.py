@@ -26,6 +26,7 @@ from .preprocess import PreprocessConfig, PreprocessTensors, preprocess_kernel
 from .support import GPU, backward_tile
 
 REPAIR_ROWS = 16  # few registers: the postprocess has many programs on an SM
+PREPROCESS_ROWS = 64
 STEP = 16  # rows of the other side that a repair takes at a time
 UNSWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -143,10 +144,11 @@ def preprocess_launch(call: BackwardCall) -> Launch:
     if lines is not None:
         tensors = tensors._replace(o=View(None, ()), do=View(None, ()), dq_acc=None)
     natural = has_large_scores(call.request)
-    config = PreprocessConfig(size.dv, PAD.value, d, sum(d), block_dv, natural, OVERLAP)
+    config = PreprocessConfig(size.dv, PREPROCESS_ROWS, d, sum(d), block_dv, natural, OVERLAP)
     args = tensors, *call.lengths, tiles, size.heads, size.batch
     options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4, "launch_pdl": OVERLAP}
-    return Launch(preprocess_kernel, size.programs(size.n_q, size.heads, PAD.value), args, options)
+    programs = size.programs(size.n_q, size.heads, PAD.value) * (PAD.value // PREPROCESS_ROWS)
+    return Launch(preprocess_kernel, programs, args, options)
 
 
 def backward_config(request: Request, space: Workspace, fold_scale: bool, has_words: bool = False) -> BackwardConfig:
@@ -325,9 +327,10 @@ def postprocess_launch(call: BackwardCall, scale: float) -> Launch:
     )
     config = PostprocessConfig(size.d, size.dv, *space.widths, *space.widths.columns, OVERLAP)
     options: dict[str, Any] = {"SCORE_MOD": mods[0], "MASK_MOD": mods[1], "REPAIR": repair_config, "CONFIG": config}
-    # as many programs on an SM as without the repair: only that spills
-    registers = 64 if widest <= 128 else 128 if widest <= 256 else 255
-    options |= {"num_warps": 8, "launch_pdl": OVERLAP, "maxnreg": registers}
+    # 128 KB of sums in flight on an SM, with as few registers as without the repair: only that spills
+    warps = 4 if widest <= 128 and not parts else 8
+    registers = 64 if widest <= 16 * warps else 128 if widest <= 256 else 255
+    options |= {"num_warps": warps, "launch_pdl": OVERLAP, "maxnreg": registers}
     return Launch(postprocess_kernel, q_total + (k_total if parts else 0), args, options)
 
 

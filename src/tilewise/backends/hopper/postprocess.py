@@ -130,13 +130,16 @@ def postprocess_kernel(
     PACKED: tl.constexpr = cu_q is not None
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     pid = tl.program_id(0)
+    flag = 0
+    if REPAIR is not None:
+        flag = tl.load(tensors.flag)  # now, while the sums are loaded
     if pid < q_total:
         grid = Grid(q_tiles, heads, batch)
         w = locate(pid // 2, grid, seqs, cu_q, PAD)
         first = w.first + pid % 2 * ROWS
         if first < w.n_q:
             if tensors.dq_acc is None:
-                is_finite = tl.load(tensors.flag) == 0
+                is_finite = flag == 0
             else:
                 is_finite = round_queries(tensors, w, first, grid, scale, PACKED, CONFIG)
             if REPAIR is not None:  # noqa: SIM102 - is_finite is no constant
@@ -154,7 +157,7 @@ def postprocess_kernel(
         if first < w.n_k:
             round_keys(tensors, w, first, grid, splits, scale, PACKED, CONFIG)
     if REPAIR is not None:  # noqa: SIM102 - as above
-        if tl.load(tensors.flag) > 0:
+        if flag > 0:
             tl.debug_barrier()  # dk and dv have been stored
             # all programs share all keys; with parts, each program repairs the keys that it has rounded
             first_tile = pid if tensors.dk_parts is None else pid - q_total

@@ -1,4 +1,5 @@
-"""Compiles the kernels before and after the Hopper backward for sm_90 and prints how wide their loads and stores are.
+"""Compiles the kernels before and after the Hopper backward for sm_90 and prints how wide their loads and stores are,
+how many 16-byte loads the first does before its first store, and how many bytes it spills.
 
 python -m tests.tilewise.backends.hopper.compile_small '{"d": 72}'
 """
@@ -23,11 +24,15 @@ def main(d: int) -> None:
     request, inputs = Request(q, q, q, Spec(1.0)), BackwardInputs(q, torch.empty(1, 3, 256), q, None)
     space = new_workspace(DeviceMemory(q.device), call_shape(request), None)
     before, _, after = backward_launches(request, inputs, (q, q, q), space, 132).values()
-    report = {}
-    for name, launch in {"before": before, "after": after}.items():
-        ptx = compile_for(90, launch.kernel, launch.args, launch.options).asm["ptx"]
-        report[name] = sorted(set(re.findall(r"(?:ld|st)\.global\.((?:v\d\.)?b\d+)", ptx)))
-    print(json.dumps(report))
+    made = {
+        name: compile_for(90, launch.kernel, launch.args, launch.options)
+        for name, launch in {"before": before, "after": after}.items()
+    }
+    widths = {
+        name: sorted(set(re.findall(r"(?:ld|st)\.global\.((?:v\d\.)?b\d+)", x.asm["ptx"]))) for name, x in made.items()
+    }
+    loads = made["before"].sass.partition("STG")[0].count("LDG.E.128")
+    print(json.dumps({"widths": widths, "loads": loads, "spills": made["before"].spills}))
 
 
 if __name__ == "__main__":

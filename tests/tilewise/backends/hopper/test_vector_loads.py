@@ -1,4 +1,5 @@
-"""Rows that begin at multiples of 8 elements are loaded and stored 16 bytes at a time."""
+"""The loads of the small kernels: rows that begin at multiples of 8 elements are loaded and stored 16 bytes at a time,
+and all loads of the preprocess are in flight at once."""
 
 from typing import Any
 
@@ -13,9 +14,16 @@ from .test_compile import compiled
 @pytest.mark.parametrize("d", [72, 80])
 def test_small_kernels_of_the_backward(d: int) -> None:
     found: dict[str, Any] = compiled({"d": d}, script="compile_small")
-    for widths in found.values():
+    for widths in found["widths"].values():
         assert "v4.b32" in widths
         assert "b16" not in widths
+
+
+@pytest.mark.parametrize(("d", "threads"), [(64, 128), (128, 128), (256, 256)])
+def test_the_preprocess_loads_all_rows_before_it_stores(d: int, threads: int) -> None:
+    found: dict[str, Any] = compiled({"d": d}, script="compile_small")
+    assert found["loads"] == 2 * 64 * d * 2 // 16 // threads  # 64 rows of o and do
+    assert not found["spills"]
 
 
 @pytest.mark.parametrize(
