@@ -19,7 +19,7 @@ from ..common.device.structs import LOG2E, Pairs, Work
 from ..common.device.tile_io import row_pointers
 from .dropout import kept_weights, query_words
 from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
-from .gluon_compat import barrier, column_indices, gl, gluon, opaque, program_id_here, tma_stores_done
+from .gluon_compat import barrier, column_indices, gl, gluon, opaque, program_id_here, tma, tma_stores_done
 from .mask_words import load_key_block, part_of
 from .pipeline import TileScheduler, block_range, find_block, tile_work
 from .token_rows import Tokens, global_rows, load_global, store_global, tensor_of
@@ -70,10 +70,11 @@ def repair_tiles(last_id, outputs, params, scheduler, WG: gl.constexpr, CONFIG: 
     """This warpgroup, after its last tile (-1: it had none): if its flag is raised, repairs its tiles and clears it."""
     pointers = outputs.repair.pointers
     flag = flag_pointer(pointers.flags, WG, CONFIG)
-    tma_stores_done()
-    barrier()  # O is in memory, and all warps have stored their flags
+    tma.store_wait(0)
+    barrier()  # all warps have stored their flags
     if gl.load(flag, volatile=True) > 0:
-        barrier()  # all warps have read the flag
+        tma_stores_done()
+        barrier()  # O is in memory, and all warps have read the flag
         gl.store(flag, 0)
         tile_id = last_id
         # opaque, because what follows from arguments alone is computed before the loop over tiles, and spilled there
