@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=150, help="seconds until all processes are ended")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.worker:
         measure_host() if options.what == "host" else measure_gpt(options.cases[0], options.seconds, options.profile)
         return

@@ -73,9 +73,12 @@ FORWARD: tuple[ForwardRow, ...] = (
     ForwardRow(64, 64, None, False, False, ForwardTile(128, 2, ping_pong=True)),
     # D 72. Ratios of this tile and two programs of one warpgroup: 64 x 256 1.10, 0.85; packed 1.16, 0.85.
     ForwardRow(72, 72, None, False, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
-    # Ratios of D 80: full 64 x 257 1.11, three warpgroups of 64 keys 1.05, two of 128 keys 0.93; causal 32 x 693 1.11,
-    # two of 128 keys 1.01. Ratios of D 96: causal 64 x 256 0.92, two of 128 keys 0.93.
-    ForwardRow(96, 96, 768, False, True, ForwardTile(64, 1, lazy_rescale=False, programs=2)),
+    # Causal and short. Ratios of this tile and two warpgroups of 128 keys: D 80, 32 x 693 1.11, 1.01; D 96, 64 x 256
+    # 0.92, 0.93.
+    ForwardRow(96, 96, 768, True, True, ForwardTile(64, 1, lazy_rescale=False, programs=2)),
+    # Full and short. Ratios of this tile and two warpgroups of 128 keys, D 80: 64 x 257 1.11, 0.93; packed, 523 tokens
+    # each, 0.96, 1.04; 16 x 730 0.92, 1.11.
+    ForwardRow(96, 96, 384, False, True, ForwardTile(64, 1, lazy_rescale=False, programs=2)),
     # TFLOP/s with 16 heads at 1024 and 8192 keys: full 518, 555, causal 372, 523; lazy full 494, 528, causal 349, 495;
     # without ping-pong full 453, 500; three warpgroups of 64 keys full 438, 499, causal 312, 455. Three stages have 1
     # to 3 % less.
