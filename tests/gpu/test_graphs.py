@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tilewise
 from tests import features
+from tilewise.backends.common import kernel_call
 
 IDS = torch.arange(256) // 64
 
@@ -106,6 +107,42 @@ def test_two_graphs_on_two_streams_and_eager_calls_between(name: str) -> None:
         for n, out in enumerate(outs):
             check([out], [CALLS[name](*inputs(seed + n, False))])
         check([eager], [CALLS[name](*inputs(99, False))])
+
+
+def captured(name: str, calls: int) -> tuple[torch.cuda.CUDAGraph, list[list[Tensor]], list[Tensor]]:
+    """A graph of calls that run on two streams at once, their inputs and their outputs."""
+    tensors = [inputs(n, False) for n in range(calls)]
+    CALLS[name](*tensors[0])
+    torch.cuda.synchronize()
+    graph, other, outs = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
+    with torch.cuda.graph(graph):
+        here = torch.cuda.current_stream()
+        for n, x in enumerate(tensors):
+            other.wait_stream(here)
+            with torch.cuda.stream(other if n % 2 else here):
+                outs.append(CALLS[name](*x))
+        here.wait_stream(other)
+    return graph, tensors, outs
+
+
+@pytest.mark.parametrize("name", ["hopper", "hopper, full", "softcap"])
+@pytest.mark.parametrize("reserved", [True, False])
+def test_each_captured_call_has_counters(name: str, reserved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    CALLS[name](*inputs(0, False))
+    left = next(kernel_call._captured[torch.cuda.current_device()])
+    if not reserved:  # all are in use: the counters come from the graph's pool
+        monkeypatch.setitem(kernel_call._captured, torch.cuda.current_device(), iter(()))
+    graph, tensors, outs = captured(name, 6)
+    if reserved:
+        step = 4 * kernel_call.COUNTERS
+        assert next(kernel_call._captured[torch.cuda.current_device()]) == left + 7 * step
+    for seed in range(10, 40, 10):
+        for n, x in enumerate(tensors):
+            for old, new in zip(x, inputs(seed + n, False), strict=True):
+                old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(outs, [CALLS[name](*inputs(seed + n, False)) for n in range(len(outs))])
 
 
 def test_a_graph_of_terms_with_gradients() -> None:

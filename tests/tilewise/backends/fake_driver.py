@@ -202,6 +202,8 @@ def installed(monkeypatch: Any) -> Iterator[FakeDriver]:
     monkeypatch.setattr(launcher, "driver", found)
     monkeypatch.setattr(launcher, "_functions", {})
     monkeypatch.setattr(kernel_call, "_counters", {})
+    monkeypatch.setattr(kernel_call, "_captured", {})
+    monkeypatch.setattr(kernel_call, "CAPTURED_CALLS", 2)
     launcher.primary_context.cache_clear()
     try:
         yield found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -274,19 +275,26 @@ def test_counters_of_a_stream_are_allocated_once(driver: Any) -> None:
         call(tensors)
         used.append(addresses(driver.launches[-2])[3])
     assert used[0] == used[1] == used[3] != used[2] == used[4]
-    assert len(driver.memory) == 2
+    assert len(driver.memory) == 3  # of two streams, and of captured calls
     other = KernelCall(Made(), tensors, CUDA)
     other(tensors)
     assert addresses(driver.launches[-2])[3] == used[-1]  # calls on one stream share them
 
 
 def test_every_captured_launch_has_its_own_counters(driver: Any) -> None:
-    """They come from the graph's memory: the graph may be replayed beside others."""
+    """A graph may be replayed beside others. Those of the first are reserved, those of others are the graph's memory."""
     tensors = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
     call = KernelCall(Made(), tensors, CUDA)
     call(tensors)
     stream = addresses(driver.launches[-2])[3]
     driver.capturing = True
+    reserved = []
+    for _ in range(kernel_call.CAPTURED_CALLS):
+        call(tensors)
+        reserved.append(addresses(driver.launches[-2])[3])
+    start = ctypes.addressof(driver.memory[1])
+    assert reserved == [start, start + 4 * COUNTERS]
+    assert bytes(driver.memory[1]) == bytes(8 * COUNTERS)
     kept = []
     allocated = kernel_call.DeviceMemory(CUDA).counters
     with pytest.MonkeyPatch.context() as patch:
@@ -296,7 +304,7 @@ def test_every_captured_launch_has_its_own_counters(driver: Any) -> None:
             call(tensors)
             assert addresses(driver.launches[-2])[3] == kept[n].data_ptr() != stream
     assert kept[0].data_ptr() != kept[1].data_ptr()
-    assert len(driver.memory) == 1
+    assert len(driver.memory) == 2
     driver.capturing = False
     call(tensors)
     assert addresses(driver.launches[-2])[3] == stream

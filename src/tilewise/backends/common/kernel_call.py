@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from operator import or_
@@ -49,6 +49,8 @@ COUNTERS_START = 1 << 61
 
 _launching = Lock()
 _counters: dict[tuple[int, int], int] = {}  # (device, stream) -> address
+CAPTURED_CALLS = 2048  # calls in CUDA graphs that get counters of their own: 8 MB
+_captured: dict[int, Iterator[int]] = {}  # device -> addresses of counters that no captured call has
 
 
 class CallShape(NamedTuple):
@@ -326,13 +328,16 @@ class KernelCall:
 
     def _counters(self, stream: int, every: list[Any]) -> int:
         """The address of zeros that the launches leave at zero. Launches on one stream run one after another and share
-        them. A captured launch may be replayed beside any other, so it gets its own from the graph's pool, zeroed by a
-        captured memset; `every` holds them until the launches are captured."""
-        if torch.cuda.is_current_stream_capturing():
+        them. A captured launch may be replayed beside any other, so it gets its own. If none are left, they come from
+        the graph's pool, zeroed by a captured memset, which takes 2 us and keeps the launch from starting before the
+        kernel before it has ended; `every` holds them until the launches are captured."""
+        if not torch.cuda.is_current_stream_capturing():
+            return stream_counters(self.device.index, stream)
+        address = next(_captured.get(self.device.index, iter(())), 0)
+        if not address:
             every.append(DeviceMemory(self.device).counters())
-            address: int = every[-1].data_ptr()
-            return address
-        return stream_counters(self.device.index, stream)
+            address = every[-1].data_ptr()
+        return address
 
     def _launch_with_triton(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """In the interpreter, on AMD, without `cuda.bindings`, with a Triton launch hook, for misaligned tensors, and
@@ -357,10 +362,14 @@ def build_backward(named_launches: Callable[..., dict[str, Launch]], spec: Spec)
 
 
 def stream_counters(device: int, stream: int) -> int:
-    """The address of the counters that all calls on a stream share."""
+    """The address of the counters that all calls on a stream share. The first call on a device also allocates those of
+    captured calls: during a capture the driver allocates no memory."""
     found = _counters.get((device, stream))
     if found is None:
         found = _counters[device, stream] = launcher.zeros(device, 4 * COUNTERS)
+        if device not in _captured:
+            start = launcher.zeros(device, CAPTURED_CALLS * 4 * COUNTERS)
+            _captured[device] = iter(range(start, start + CAPTURED_CALLS * 4 * COUNTERS, 4 * COUNTERS))
     return found
 
 
