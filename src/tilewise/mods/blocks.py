@@ -17,17 +17,18 @@ from tilewise.mods.dropout import is_whole
 from tilewise.mods.expr import B, H, I, J, arithmetic, compare, const, load, logic
 from tilewise.mods.modifier import as_mod
 from tilewise.mods.program import Mod, Program, check_tables, register
-from tilewise.mods.tile_bounds import Tiles
 from tilewise.mods.tile_lists import (
     Band,
     Lists,
-    all_kinds,
     both_lists,
     check_devices,
     check_mask,
     grown_kinds,
     kinds_of,
-    kinds_of_tiles,
+    largest,
+    lengths_of,
+    new_lists,
+    new_packed_lists,
     of_part,
 )
 from tilewise.request import Request, band
@@ -42,12 +43,12 @@ class BlockMask(NamedTuple):
         mod: the mask mod.
         lists: offsets of the rows (B H Tq + 1,), their tiles, offsets of the columns (B H Tk + 1,), their tiles; all
             int32. A tile is 4 * position + its kind. Kind 1: the mod hides some of its pairs; 2: only causal or window
-            does; 3: none are hidden.
+            does; 3: none are hidden. Of masks made in torch.compile zeros may follow the tiles.
         block: (queries, keys) of a tile.
         shape: (B, H, n_q, n_k). B or H is 1 where the mask is the same for all. For packed sequences n_q and n_k are
             the largest lengths.
         band: (left, right) of causal and window, None where unbounded.
-        tokens: for packed sequences, the numbers of queries and keys. Otherwise None.
+        tokens: for packed sequences, the numbers of queries and keys; None if made in torch.compile. Otherwise None.
         cu_seqlens: for packed sequences, their offsets. Otherwise None.
     """
 
@@ -72,7 +73,9 @@ class BlockMask(NamedTuple):
             A number from 0 to 1.
         """
         batch, heads, t_q, t_k = self._grid()
-        return len(self.lists[1]) / (batch * heads * t_q * t_k)
+        offsets, entries, *_ = self.lists
+        visited = len(entries) if offsets.is_meta else int(offsets[-1])
+        return visited / (batch * heads * t_q * t_k)
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on another device, with the tensors that its mod reads.
@@ -132,7 +135,7 @@ class BlockMask(NamedTuple):
         check_tables(mod, (batch, heads, stop, n_k))
         device, sizes = self.lists[0].device, (batch, heads, stop - start, n_k)
         mod = of_part(mod, start, (n_q, keys), sizes[2:], device)
-        lists = both_lists(all_kinds(mod, sizes, self.band, self.block, device), self.block)
+        lists = new_lists(mod, sizes, self.band, self.block, device)
         return BlockMask(mod, lists, self.block, sizes, self.band)
 
     def grown(self, tokens: int, *, mod: Any = None) -> BlockMask:
@@ -145,8 +148,8 @@ class BlockMask(NamedTuple):
                 [0, 2, 0],
                 [0, 0, 2]], dtype=torch.int8)
 
-        Only tiles with new queries or keys are computed; the others are copied. (All are computed if the mod reads
-        q_len or kv_len other than in q_pos.)
+        Only tiles with new queries or keys are computed; the others are copied. (All are computed in torch.compile, and
+        if the mod reads q_len or kv_len other than in q_pos.)
 
         Args:
             tokens: int, the number of new queries, and of new keys.
@@ -166,12 +169,16 @@ class BlockMask(NamedTuple):
         batch, heads, n_q, n_k = self.shape
         sizes = batch, heads, n_q + tokens, n_k + tokens
         check_tables(mod, sizes)
-        kinds = grown_kinds(mod, kinds_of(self.lists, self.shape[:2]), self.shape, tokens, self.band, self.block)
-        return BlockMask(mod, both_lists(kinds, self.block), self.block, sizes, self.band)
+        if torch.compiler.is_compiling():
+            lists = new_lists(mod, sizes, self.band, self.block, self.lists[0].device)
+        else:
+            old = kinds_of(self.lists, self.shape[:2])
+            lists = both_lists(grown_kinds(mod, old, self.shape, tokens, self.band, self.block), self.block)
+        return BlockMask(mod, lists, self.block, sizes, self.band)
 
     def _new_mod(self, name: str, given: Any) -> Mod:
         """The mask's mod, or the given one, for the method `name`."""
-        if self.tokens is not None:
+        if self.cu_seqlens is not None:
             raise AttentionError(f"BlockMask.{name}", "a mask of packed sequences", "one made by tilewise.block_mask")
         if given is None:
             return self.mod
@@ -233,9 +240,10 @@ def restored_block_mask(*fields: Any) -> BlockMask:
             offsets.dtype == entries.dtype == torch.int32
             and offsets.shape == (batch * heads * rows + 1,)
             and offsets[0] == 0
-            and offsets[-1] == len(entries)
+            and offsets[-1] <= len(entries) <= rows * batch * heads * columns
             and bool((offsets.diff() >= 0).all())
-            and bool(((entries >= 0) & (entries < 4 * columns) & (entries % 4 > 0)).all())
+            and bool(((entries >= 0) & (entries < 4 * columns)).all())
+            and bool((entries[: offsets[-1]] % 4 > 0).all() & (entries[offsets[-1] :] == 0).all())
         )
         if not fits:
             raise AttentionError("a saved block mask", "lists that do not fit its shape", "one as it was saved")
@@ -296,7 +304,7 @@ def block_mask(
     check_tables(mod, (batch, heads, n_q, n_k))
     edges = band(causal, window)
     sizes = batch, heads, n_q, n_k
-    return BlockMask(mod, both_lists(all_kinds(mod, sizes, edges, block, device), block), block, sizes, edges)
+    return BlockMask(mod, new_lists(mod, sizes, edges, block, device), block, sizes, edges)
 
 
 def listed(
@@ -348,6 +356,8 @@ def block_mask_varlen(
     causal: bool = False,
     window: Band | None = None,
     block: tuple[int, int] = (128, 128),
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> BlockMask:
     """`block_mask` for packed sequences of these lengths, for use as `attention_varlen(..., mask_mod=...)`.
 
@@ -374,6 +384,9 @@ def block_mask_varlen(
         causal: as in `block_mask`.
         window: as in `block_mask`.
         block: as in `block_mask`.
+        max_seqlen_q: the largest number of queries in a sequence, or a larger one. Needed in torch.compile, as the size
+            of the lists. Default: it is read.
+        max_seqlen_k: the same for keys.
 
     Returns:
         The block mask, for the option mask_mod of `attention_varlen`, on the device of cu_seqlens_q.
@@ -386,26 +399,22 @@ def block_mask_varlen(
         if not isinstance(x, Tensor) or x.dim() != 1 or x.is_floating_point():
             found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise AttentionError(name, found, "a tensor of ints (B + 1,), as attention_varlen takes it")
-    lengths = [x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
-    batch = len(lengths[0])
-    if batch < 1 or len(lengths[1]) != batch:
-        raise AttentionError("sequences of a block mask", tuple(map(len, lengths)), "as many of q as of k, at least 1")
+    batch = cu_seqlens_q.shape[0] - 1
+    if batch < 1 or cu_seqlens_k.shape[0] - 1 != batch:
+        counts = batch, cu_seqlens_k.shape[0] - 1
+        raise AttentionError("sequences of a block mask", counts, "as many of q as of k, at least 1")
     mod = as_mod("mask", mod)
     check_mask(mod, block, {"h": heads})
     check_devices(mod, cu_seqlens_q.device)
-    edges = band(causal, window)
-    n_q, n_k = (max(1, *x) for x in lengths)
-    check_tables(mod, (batch, heads, n_q, n_k))
-    tiles = (batch, heads, -(-n_q // block[0]), -(-n_k // block[1]))
-    kinds = torch.zeros(tiles, dtype=torch.int8, device=cu_seqlens_q.device)
-    for b, (rows, keys) in enumerate(zip(*lengths, strict=True)):
-        for h in range(heads if min(rows, keys) > 0 else 0):
-            own = kinds_of_tiles(mod, Tiles((b, h), rows, keys, block, kinds.device), edges)
-            kinds[b, h, : own.shape[0], : own.shape[1]] = own
-    tokens = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
-    shape = (batch, heads, n_q, n_k)
+    edges, tokens, lengths = band(causal, window), None, None
+    if not torch.compiler.is_compiling():
+        lengths = lengths_of(cu_seqlens_q, cu_seqlens_k)
+        check_tables(mod, (batch, heads, *(max(1, *x) for x in lengths)))
+        tokens = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
+    n_q, n_k = largest("q", max_seqlen_q, lengths), largest("k", max_seqlen_k, lengths)
+    shape = batch, heads, n_q, n_k
     cu = cu_seqlens_q.clone(), cu_seqlens_k.clone()  # the caller may change the tensors later
-    return BlockMask(mod, both_lists(kinds, block), block, shape, edges, tokens, cu)
+    return BlockMask(mod, new_packed_lists(mod, cu, lengths, shape, edges, block), block, shape, edges, tokens, cu)
 
 
 def check_block_mask(
@@ -418,7 +427,7 @@ def check_block_mask(
     """Raises unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are max_seqlen_q
     and max_seqlen_k, or None. The call's band must not exceed the band that the mask was made for."""
     made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
-    if packed == (mask.tokens is None):
+    if packed == (mask.cu_seqlens is None):
         raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
     for name, own, size in zip(("B", "H", "Sq", "Sk"), mask.shape, sizes, strict=True):
         is_bound = packed and name in ("Sq", "Sk") and size is not None and own <= size  # max_seqlen may be larger

@@ -10,6 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -152,7 +153,8 @@ def request_of(
     blocks: tuple[Tensor, ...] = ()
     if isinstance(mask, BlockMask):
         check_block_mask(mask, sizes, q, cu_q is not None, band(options["causal"], options["window"]))
-        blocks, named["mask_block"] = mask.lists, (*mask.block, *mask.shape[:2])
+        # `index`: constants, which torch.compile's symbols are not
+        blocks, named["mask_block"] = mask.lists, tuple(map(index, (*mask.block, *mask.shape[:2])))
         mask = mask.mod
     if mask is not None:
         mask = checked_mod("mask", mask, q, known)

@@ -86,7 +86,7 @@ def mask_words_kernel(
     index = column >> other_log
     entry = tl.load(blocks.entries + index)
     seen = 1
-    if entry & 2 == 0:
+    if entry & 3 == 1:  # an entry past the end of a padded list is 0
         row = list_row(index, blocks.offsets, rows)
         rows_each = blocks.rows // 16
         b = row // rows_each // heads
