@@ -12,7 +12,7 @@ from .backends.reference import ReferenceBackend
 from .backends.reference.derivatives import reference_jvp, reference_vjp
 from .errors import AttentionError
 from .ops import dense as ops
-from .plan_cache import CallPlan, at_wanted, is_eager, is_traced
+from .plan_cache import CallPlan, at_wanted, is_eager, is_traced, is_transformed
 from .request import TENSOR_TYPES, BackwardInputs, Request, Spec, arguments, has_address, is_dtensor, num_differentiable
 from .torch_internals import batched, eager_apply, forward_mode_level, profiler_enabled, transform_level, unbatched
 
@@ -39,8 +39,7 @@ def attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], 
 def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
     if spec.precision is not None:
         check_forward_only(spec, tensors)
-    is_transformed = plan is None and not torch.compiler.is_compiling() and transform_level() is not None
-    if is_transformed or forward_mode_level() >= 0:
+    if is_transformed():
         request = Request.of(spec, tensors)
         if ops.chosen(request).name == REFERENCE:
             return ReferenceBackend.differentiable(request)

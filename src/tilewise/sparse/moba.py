@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..errors import AttentionError, shown
 from ..options import Options
+from ..plan_cache import is_transformed
 from ..validation.dense import DTYPES, to_bshd
 from .block_attention import attend_dense, attend_packed
-from .checks import check_divides, check_sizes, checked_batch, checked_packed, is_transformed, looped, named
+from .checks import check_divides, check_sizes, checked_batch, checked_packed, looped, named
 from .masked import attend_masked, attend_masked_packed
 from .packed import best_of, block_means, packed_blocks
 

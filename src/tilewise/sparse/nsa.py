@@ -19,6 +19,7 @@ from ..api import attention, attention_varlen
 from ..autograd import by_gradient, is_higher_order
 from ..errors import AttentionError, shown
 from ..mods import mask_mod
+from ..plan_cache import is_transformed
 from ..request import gpu_of
 from ..validation.dense import DTYPES, to_bshd
 from .block_attention import attend_dense, attend_packed
@@ -27,7 +28,6 @@ from .checks import (
     check_sizes,
     checked_batch,
     checked_packed,
-    is_transformed,
     looped,
     named,
 )

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..autograd import by_gradient
 from ..errors import AttentionError, shown
+from ..plan_cache import is_transformed
 from ..request import Gpu, gpu_of
 from ..validation.dense import DTYPES, to_bshd
-from .checks import check_indices, is_transformed, looped
+from .checks import check_indices, looped
 
 MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)
 GATHERED = 1 << 22  # elements of k and v that the reference gathers at a time
