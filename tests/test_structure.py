@@ -50,7 +50,7 @@ RANK = {unit: rank for rank, line in enumerate(LAYERS) for unit in line.split()}
 
 # Units that not every higher layer may import.
 ONLY_FOR = {
-    "backends.hopper": "backends.registry sparse.topk sparse.block_attention sparse.neighborhood",
+    "backends.hopper": "backends.registry sparse.topk sparse.block_attention",
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
     "backends.common": "backends.registry backends.hopper backends.triton backends.reference"

@@ -12,7 +12,7 @@ from .backends.reference import ReferenceBackend
 from .backends.reference.derivatives import reference_jvp, reference_vjp
 from .errors import AttentionError
 from .ops import dense as ops
-from .plan_cache import CallPlan, at_wanted, is_eager, is_traced
+from .plan_cache import CallPlan, at_wanted, is_eager, is_traced, is_transformed
 from .request import TENSOR_TYPES, BackwardInputs, Request, Spec, arguments, has_address, is_dtensor, num_differentiable
 from .torch_internals import batched, eager_apply, forward_mode_level, profiler_enabled, transform_level, unbatched
 
@@ -39,8 +39,7 @@ def attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], 
 def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
     if spec.precision is not None:
         check_forward_only(spec, tensors)
-    is_transformed = plan is None and not torch.compiler.is_compiling() and transform_level() is not None
-    if is_transformed or forward_mode_level() >= 0:
+    if is_transformed():
         request = Request.of(spec, tensors)
         if ops.chosen(request).name == REFERENCE:
             return ReferenceBackend.differentiable(request)
@@ -189,7 +188,7 @@ def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor 
 
     def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
         bwd_inputs = BackwardInputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        if not _is_higher_order(dout, dlse, *tensors[:n]):
+        if not is_higher_order(dout, dlse, *tensors[:n]):
             return run_backward(wanted, ctx.call, bwd_inputs, tensors)
         request = Request.of(spec, tensors)
         if ops.chosen(request).name == REFERENCE:
@@ -228,7 +227,7 @@ def by_gradient(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
 def first_gradients(request: Request, bwd_inputs: BackwardInputs) -> Any:
     """dq, dk and dv of a call without other tensors that have gradients, differentiable again where torch asks for it.
     Out and lse count as constants: the gradient with respect to q, k and v is the whole derivative."""
-    if not _is_higher_order(bwd_inputs.dout, *request[:3]):
+    if not is_higher_order(bwd_inputs.dout, *request[:3]):
         return ops.registered("backward")(*bwd_inputs, *arguments(request))
     wanted, spec = Leaf((True,) * 3), Leaf(request.spec)
     return FirstDerivative.apply(wanted, spec, *bwd_inputs, *request.tensors())  # type: ignore[no-untyped-call]
@@ -312,29 +311,6 @@ class SecondDerivative(torch.autograd.Function):
         _need_reference("a third derivative", "the kernels' two derivatives")
 
 
-class FirstOrder(torch.autograd.Function):
-    """Gradients without derivatives of their own. Raises if torch differentiates them."""
-
-    @staticmethod
-    def forward(ctx: Any, found: str, expected: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.told = found, expected
-        return tuple(x.clone() for x in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise AttentionError("a second derivative", *ctx.told)
-
-
-def first_order(told: tuple[str, str], grads: Sequence[Tensor], *inputs: Tensor | None) -> Sequence[Tensor]:
-    """The gradients that a backward computed from `inputs`. Differentiating them raises an error that says `told`, what
-    was found and what is accepted; torch would take the results of a kernel for constants."""
-    if torch.compiler.is_compiling() or not _is_higher_order(*inputs):
-        return grads
-    given = [x for x in inputs if x is not None]
-    found: Sequence[Tensor] = FirstOrder.apply(*told, len(grads), *grads, *given)  # type: ignore[no-untyped-call]
-    return found
-
-
 def _tangents(given: Sequence[Tensor | None], tensors: Sequence[Any]) -> list[Tensor]:
     """The tangents of q, k and v in their dtypes, zeros for those that are absent."""
     pairs = zip(given, tensors, strict=False)
@@ -409,7 +385,8 @@ def _traced_term_gradients(
     return at_wanted(wanted, torch.ops.tilewise.term_gradients(*bwd_inputs, every, *arguments(request)))
 
 
-def _is_higher_order(*tensors: Tensor | None) -> bool:
+def is_higher_order(*tensors: Tensor | None) -> bool:
+    """Whether torch may differentiate what a backward computes from these tensors."""
     if forward_mode_level() >= 0:
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

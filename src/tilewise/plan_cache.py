@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .backends.protocol import Runner
 from .backends.registry import backward_backend, choose
@@ -48,19 +48,22 @@ class PlanCache(dict[tuple[Any, ...], T], Generic[T]):
 plans: PlanCache[Any] = PlanCache()
 
 
+def is_transformed() -> bool:
+    """Whether torch.func or forward mode differentiates or batches calls of this thread, outside of torch.compile."""
+    return (transform_level() is not None or forward_mode_level() >= 0) and not is_compiling()
+
+
 def is_eager() -> bool:
     """Whether no tracer, dispatch mode, function transform or forward-mode derivative is active in this thread. (A
     tracer other than Dynamo is a dispatch mode.)"""
-    return not (
-        is_dynamo_compiling() or num_dispatch_modes() or transform_level() is not None or forward_mode_level() >= 0
-    )
+    return not (is_dynamo_compiling() or num_dispatch_modes() or is_transformed())
 
 
 def is_traced(*tensors: Tensor) -> bool:
     """Whether a tracer, dispatch mode or function transform is active, which must see the registered op. If not, the
     implementation is called directly: the dispatcher costs as much as a launch."""
     return (
-        torch.compiler.is_compiling()
+        is_compiling()
         or num_dispatch_modes() > 0
         or transform_level() is not None
         or not TENSOR_TYPES.issuperset(map(type, tensors))

@@ -212,6 +212,39 @@ def test_packed_sequences(block: int) -> None:
                 assert away < 2e-2, f"{f.__name__}: {away:.1e}"
 
 
+@pytest.mark.parametrize("name", ["moba", "nsa", "topk"])
+def test_second_derivatives(name: str) -> None:
+    """Of the kernels in bfloat16 against the reference in float64, by the norms of the errors."""
+    torch.manual_seed(0)
+    x = [randn(2, 256, heads, 64) for heads in (4, 2, 2)]
+    gates = [torch.rand(2, 256, 4, device="cuda").bfloat16() for _ in range(3)]
+    indices = torch.rand(2, 256, 2, 256, device="cuda").argsort(-1)[..., :40]
+    blocks = torch.arange(256, device="cuda").div(64, rounding_mode="floor").view(1, 256, 1, 1).expand(2, 256, 2, 1)
+    blocks = torch.cat([blocks, torch.where(blocks > 0, blocks - 1, -1)], -1)
+
+    def gate(q: Tensor, k: Tensor, size: int) -> Tensor:
+        return torch.arange(4, device="cuda").expand(*q.shape[:3], 4).float()  # rounding does not change the choice
+
+    def call(backend: str, *leaves: Tensor) -> Any:
+        q, k, v = leaves[:3]
+        if name == "moba":
+            return sparse.moba(q, k, v, block_size=64, top_k=2, gate=gate, backend=backend)
+        if name == "topk":
+            return sparse.topk(q, k, v, indices, backend=backend)
+        given: Any = leaves[3:]
+        return sparse.nsa(q, k, v, given, block_size=64, window=50, blocks=blocks, backend=backend)
+
+    weights, along, found = randn(2, 256, 4, 64), [torch.randn_like(t) for t in x], []
+    for backend, dtype in (("auto", torch.bfloat16), ("reference", torch.bfloat16), ("reference", torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in (*x, *(gates if name == "nsa" else ()))]
+        out = call(backend, *leaves)
+        first = torch.autograd.grad(out, leaves[:3], weights.to(dtype), create_graph=True)
+        found.append((*first, *torch.autograd.grad(first, leaves, [t.to(dtype) for t in along])))
+    for n, (ours, torchs, truth) in enumerate(zip(*found, strict=True)):
+        error, theirs = ((y.double() - truth).norm().item() for y in (ours, torchs))
+        assert error <= 2 * theirs + 1e-2 * truth.norm().item(), f"result {n}: {error:.1e}, torch's {theirs:.1e}"
+
+
 def test_neighborhood() -> None:
     torch.manual_seed(0)
     x = [randn(1, 40 * 36, heads, 64) for heads in (4, 2, 2)]

@@ -46,6 +46,8 @@ class Backend(Protocol):
     reason: str  # why "auto" takes it
     kv: KvBackend | None
 
+    def __hash__(self) -> int: ...
+
     def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
         """What prevents this backend from running a call, or None."""
         ...
@@ -87,6 +89,11 @@ class Backend(Protocol):
     def hvp_runner(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
         """Tensors as in `backward`, then tangents of q, k and v. Results: the tangents of out, lse, dq, dk and dv, with
         dout and dlse constant."""
+        ...
+
+    def evaluated_mask(self, request: Request) -> tuple[Tensor, ...]:
+        """What the kernels compute of a call's block mask before the others, to be kept for all calls with this mask:
+        they take it after the lists, in `request.blocks`. () if there is nothing to keep. It launches kernels."""
         ...
 
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:

@@ -27,11 +27,14 @@ class Support(Protocol):
 
 class KernelBackend:
     """A backend whose folder, called as `name`, has the modules `support`, `launches`, `backward_launches` and
-    `offline`, and may have `hvp_launches`. Its kernels are imported when a runner is made. Terms' gradients and other
-    derivatives are computed by common kernels from any backend's out and lse."""
+    `offline`, and may have the modules in OPTIONAL. Its kernels are imported when a runner is made. Terms' gradients
+    and other derivatives are computed by common kernels from any backend's out and lse."""
 
-    def __init__(self, name: str, reason: str, support: Support, kv: KvBackend, has_hvp_launches: bool = False) -> None:
-        self.name, self.reason, self.support, self.has_hvp_launches = name, reason, support, has_hvp_launches
+    OPTIONAL = ("hvp_launches", "mask_words")
+
+    def __init__(self, name: str, reason: str, support: Support, kv: KvBackend, optional: Sequence[str] = ()) -> None:
+        assert set(optional) <= set(self.OPTIONAL)
+        self.name, self.reason, self.support, self.optional = name, reason, support, optional
         self.kv: KvBackend | None = kv
 
     def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
@@ -57,6 +60,12 @@ class KernelBackend:
 
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
         found: dict[str, Any] = self._module("offline").offline_launches(request, gpu, backward)
+        return found
+
+    def evaluated_mask(self, request: Request) -> tuple[Tensor, ...]:
+        if "mask_words" not in self.optional:
+            return ()
+        found: tuple[Tensor, ...] = self._module("mask_words").evaluated_words(request)
         return found
 
     def _module(self, name: str) -> Any:
@@ -86,13 +95,13 @@ class KernelBackend:
         from .common.hvp_launches import build_hvp
         from .common.kernel_call import KernelCall
 
-        one_pass = self._module("hvp_launches").ONE_PASS if self.has_hvp_launches else None
+        one_pass = self._module("hvp_launches").ONE_PASS if "hvp_launches" in self.optional else None
         tensors = *request.tensors(), *bwd_inputs, *tangents
         return KernelCall(build_hvp(request.spec, one_pass), tensors, request.q.device)
 
 
 BACKENDS: tuple[Backend, ...] = (  # in the order of "auto"
-    KernelBackend("hopper", "kernels for this GPU", hopper.support, hopper.KV, has_hvp_launches=True),
+    KernelBackend("hopper", "kernels for this GPU", hopper.support, hopper.KV, KernelBackend.OPTIONAL),
     KernelBackend("triton", "portable kernels", triton.support, triton.KV),
     ReferenceBackend(),
 )
@@ -137,9 +146,10 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
     raise AttentionError("backend", shown(name), " or ".join(map(repr, NAMES)))
 
 
-def chosen_supports(request: Request, variant: Request) -> bool:
-    """Whether the backend of a call supports a variant of it too."""
-    return choose(request).backend.unsupported(variant, gpu_of(variant.q.device)) is None
+def supporting(request: Request, variant: Request) -> Backend | None:
+    """The backend of a call if it supports a variant of it too, else None."""
+    chosen = choose(request).backend
+    return chosen if chosen.unsupported(variant, gpu_of(variant.q.device)) is None else None
 
 
 def kv_backend(request: Any) -> KvBackend:

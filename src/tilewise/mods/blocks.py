@@ -14,15 +14,26 @@ from torch import Tensor
 
 from tilewise.errors import AttentionError, shown
 from tilewise.mods.dropout import is_whole
-from tilewise.mods.expr import B, Expr, H, I, J, arithmetic, compare, const, load, logic, substitute
+from tilewise.mods.expr import B, H, I, J, arithmetic, compare, const, load, logic
 from tilewise.mods.modifier import as_mod
-from tilewise.mods.program import Mod, Program, check_filled, check_tables, register
-from tilewise.mods.tile_bounds import Tiles, tile_kinds
+from tilewise.mods.program import Mod, Program, check_tables, register
+from tilewise.mods.tile_lists import (
+    Band,
+    Lists,
+    both_lists,
+    check_devices,
+    check_mask,
+    grown_kinds,
+    kinds_of,
+    largest,
+    lengths_of,
+    new_lists,
+    new_packed_lists,
+    of_part,
+)
 from tilewise.request import Request, band
 
 LARGE = 128  # queries and keys of a tile that every kernel supports
-Lists = tuple[Tensor, Tensor, Tensor, Tensor]
-Band = tuple[int | None, int | None]
 
 
 class BlockMask(NamedTuple):
@@ -32,12 +43,12 @@ class BlockMask(NamedTuple):
         mod: the mask mod.
         lists: offsets of the rows (B H Tq + 1,), their tiles, offsets of the columns (B H Tk + 1,), their tiles; all
             int32. A tile is 4 * position + its kind. Kind 1: the mod hides some of its pairs; 2: only causal or window
-            does; 3: none are hidden.
+            does; 3: none are hidden. Of masks made in torch.compile zeros may follow the tiles.
         block: (queries, keys) of a tile.
         shape: (B, H, n_q, n_k). B or H is 1 where the mask is the same for all. For packed sequences n_q and n_k are
             the largest lengths.
         band: (left, right) of causal and window, None where unbounded.
-        tokens: for packed sequences, the numbers of queries and keys. Otherwise None.
+        tokens: for packed sequences, the numbers of queries and keys; None if made in torch.compile. Otherwise None.
         cu_seqlens: for packed sequences, their offsets. Otherwise None.
     """
 
@@ -62,7 +73,9 @@ class BlockMask(NamedTuple):
             A number from 0 to 1.
         """
         batch, heads, t_q, t_k = self._grid()
-        return len(self.lists[1]) / (batch * heads * t_q * t_k)
+        offsets, entries, *_ = self.lists
+        visited = len(entries) if offsets.is_meta else int(offsets[-1])
+        return visited / (batch * heads * t_q * t_k)
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on another device, with the tensors that its mod reads.
@@ -76,6 +89,107 @@ class BlockMask(NamedTuple):
         a, b, c, d = (x.to(device) for x in self.lists)
         cu = None if self.cu_seqlens is None else (self.cu_seqlens[0].to(device), self.cu_seqlens[1].to(device))
         return self._replace(mod=self.mod.to(device), lists=(a, b, c, d), cu_seqlens=cu)
+
+    def queries(self, start: int, stop: int, *, n_k: int | None = None, mod: Any = None) -> BlockMask:
+        """The mask of some queries of the sequence, such as the newest ones while decoding.
+
+        >>> from tilewise.mods import block_diagonal
+        >>> mask = block_mask(block_diagonal(128), 512, 512, causal=True)
+        >>> mask.queries(256, 512).tiles[0, 0]
+        tensor([[0, 0, 1, 0],
+                [0, 0, 0, 1]], dtype=torch.int8)
+        >>> mask.queries(512, 513).shape  # the sequence has grown by one token
+        (1, 1, 1, 513)
+
+        The tiles are computed for these queries alone, in O(tiles) memory; the other tiles of the mask are not read.
+        It is for calls with q[:, start:stop] and the keys up to them, whose `causal` and `window` are those of this
+        mask. In the mod, q_idx counts from the beginning of the sequence, as in the call with all queries. All such
+        masks of a mod use the same kernels.
+
+        Args:
+            start: the first query.
+            stop: the query after the last. If it is larger than the number of queries, the sequence has grown by as
+                many queries and keys.
+            n_k: number of keys of the calls: the first ones. Default: as many as end with the last of these queries. If
+                this mask has a `causal` or `window`, it must be that number, because they count from the last key.
+            mod: the mod with its tensors for a longer sequence. Default: the mod of this mask.
+
+        Returns:
+            A new block mask, of stop - start queries.
+
+        Raises:
+            AttentionError: the mask is one of packed sequences, `mod` is another function than that of this mask or
+                its tensors are too short, or a number is not as above.
+        """
+        mod = self._new_mod("queries", mod)
+        batch, heads, n_q, keys = self.shape
+        if not (is_whole(start) and is_whole(stop) and 0 <= start < stop):
+            raise AttentionError("queries of a block mask", (shown(start), shown(stop)), "ints, 0 <= start < stop")
+        more = max(0, stop - n_q)
+        n_q, keys = n_q + more, keys + more
+        aligned = stop + keys - n_q
+        n_k = aligned if n_k is None else n_k
+        if not is_whole(n_k) or n_k < 1 or (n_k != aligned and self.band != (None, None)):
+            expected = "an int, at least 1" if self.band == (None, None) else f"{aligned}: causal and window end there"
+            raise AttentionError(f"keys of queries {start} to {stop} of a block mask", shown(n_k), expected)
+        check_tables(mod, (batch, heads, stop, n_k))
+        device, sizes = self.lists[0].device, (batch, heads, stop - start, n_k)
+        mod = of_part(mod, start, (n_q, keys), sizes[2:], device)
+        lists = new_lists(mod, sizes, self.band, self.block, device)
+        return BlockMask(mod, lists, self.block, sizes, self.band)
+
+    def grown(self, tokens: int, *, mod: Any = None) -> BlockMask:
+        """The mask of the sequence with more queries and as many more keys at its end.
+
+        >>> from tilewise.mods import block_diagonal
+        >>> mask = block_mask(block_diagonal(128), 256, 256)
+        >>> mask.grown(128).tiles[0, 0]
+        tensor([[2, 0, 0],
+                [0, 2, 0],
+                [0, 0, 2]], dtype=torch.int8)
+
+        Only tiles with new queries or keys are computed; the others are copied. (All are computed in torch.compile, and
+        if the mod reads q_len or kv_len other than in q_pos.)
+
+        Args:
+            tokens: int, the number of new queries, and of new keys.
+            mod: the mod with its tensors for the longer sequence, which shows the same pairs of old tokens. Default:
+                the mod of this mask.
+
+        Returns:
+            A new block mask.
+
+        Raises:
+            AttentionError: the mask is one of packed sequences, `mod` is another function than that of this mask or
+                its tensors are too short, or `tokens` is not an int of at least 0.
+        """
+        mod = self._new_mod("grown", mod)
+        if not is_whole(tokens) or tokens < 0:
+            raise AttentionError("tokens that a block mask grows by", shown(tokens), "an int, at least 0")
+        batch, heads, n_q, n_k = self.shape
+        sizes = batch, heads, n_q + tokens, n_k + tokens
+        check_tables(mod, sizes)
+        if torch.compiler.is_compiling():
+            lists = new_lists(mod, sizes, self.band, self.block, self.lists[0].device)
+        else:
+            old = kinds_of(self.lists, self.shape[:2])
+            lists = both_lists(grown_kinds(mod, old, self.shape, tokens, self.band, self.block), self.block)
+        return BlockMask(mod, lists, self.block, sizes, self.band)
+
+    def _new_mod(self, name: str, given: Any) -> Mod:
+        """The mask's mod, or the given one, for the method `name`."""
+        if self.cu_seqlens is not None:
+            raise AttentionError(f"BlockMask.{name}", "a mask of packed sequences", "one made by tilewise.block_mask")
+        if given is None:
+            return self.mod
+        mod = as_mod("mask", given)
+        batch, heads, *_ = self.shape
+        check_mask(mod, self.block, {"b": batch, "h": heads})
+        check_devices(mod, self.lists[0].device)
+        if (mod.key, mod.numbers) != (self.mod.key, self.mod.numbers):
+            raise AttentionError(f"mod of BlockMask.{name}", shown(mod), f"{self.mod!r} with longer tensors")
+        made: Mod = mod
+        return made
 
     def __repr__(self) -> str:
         batch, heads, n_q, n_k = self.shape
@@ -93,17 +207,6 @@ class BlockMask(NamedTuple):
         """Batch rows, heads, rows and columns of tiles."""
         batch, heads, n_q, n_k = self.shape
         return batch, heads, -(-n_q // self.block[0]), -(-n_k // self.block[1])
-
-
-def kinds_of(lists: Sequence[Tensor], lines: Sequence[int]) -> Tensor:
-    """(B, H, Tq, Tk) int8: the kinds of the tiles, 0 for those that are not in the lists. `lines`: B and H."""
-    offsets, entries, columns, _ = lists
-    batch, heads = lines
-    device, width = entries.device, (len(columns) - 1) // (batch * heads)
-    kinds = torch.zeros(len(offsets) - 1, width, dtype=torch.int8, device=device)
-    rows = torch.repeat_interleave(torch.arange(len(kinds), device=device), offsets.diff(), output_size=len(entries))
-    kinds[rows, entries.long() // 4] = (entries % 4).to(torch.int8)
-    return kinds.view(batch, heads, -1, width)
 
 
 def spelled_out(mod: Mod, kinds: Tensor, block: Sequence[int]) -> Mod:
@@ -130,16 +233,17 @@ def without_lists(request: Request) -> Request:
 def restored_block_mask(*fields: Any) -> BlockMask:
     """A block mask from its pickled fields. The lists are checked: the kernels would read out of bounds otherwise."""
     mask = BlockMask(*fields)
-    _check(mask.mod, mask.block, {})
+    check_mask(mask.mod, mask.block, {})
     batch, heads, t_q, t_k = mask._grid()
     for (offsets, entries), rows, columns in ((mask.lists[:2], t_q, t_k), (mask.lists[2:], t_k, t_q)):
         fits = (
             offsets.dtype == entries.dtype == torch.int32
             and offsets.shape == (batch * heads * rows + 1,)
             and offsets[0] == 0
-            and offsets[-1] == len(entries)
+            and offsets[-1] <= len(entries) <= rows * batch * heads * columns
             and bool((offsets.diff() >= 0).all())
-            and bool(((entries >= 0) & (entries < 4 * columns) & (entries % 4 > 0)).all())
+            and bool(((entries >= 0) & (entries < 4 * columns)).all())
+            and bool((entries[: offsets[-1]] % 4 > 0).all() & (entries[offsets[-1] :] == 0).all())
         )
         if not fits:
             raise AttentionError("a saved block mask", "lists that do not fit its shape", "one as it was saved")
@@ -169,8 +273,8 @@ def block_mask(
 
     Most tiles of documents, windows and trees are known to be empty or full from the bounds of what the mod compares;
     the mod is evaluated only for the pairs of the remaining tiles, some tiles at a time: O(tiles) memory. While
-    decoding, `block_mask(mod, 1, n_k)` makes the tiles of the newest query alone (mods that read `q_pos` give the same
-    rows as in the whole sequence).
+    decoding, `BlockMask.queries` makes the mask of the newest queries alone, and `BlockMask.grown` that of a longer
+    sequence.
 
     Args:
         mod: a mask mod with its tensors bound, or a plain function f(b, h, q_idx, kv_idx).
@@ -194,15 +298,13 @@ def block_mask(
     if not all(is_whole(n) and n >= 1 for n in (n_q, n_k, batch, heads)):
         raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "ints, all at least 1")
     mod = as_mod("mask", mod)
-    _check(mod, block, {"b": batch, "h": heads})
+    check_mask(mod, block, {"b": batch, "h": heads})
     device = torch.device(device or (mod.tensors[0].device if mod.tensors else "cpu"))
-    _check_devices(mod, device)
+    check_devices(mod, device)
     check_tables(mod, (batch, heads, n_q, n_k))
     edges = band(causal, window)
-    all_heads = [(b, h) for b in range(batch) for h in range(heads)]
-    kinds = torch.stack([_kinds(mod, head, (n_q, n_k), edges, block, device) for head in all_heads])
-    lists = _both_lists(kinds.unflatten(0, (batch, heads)), block)
-    return BlockMask(mod, lists, block, (batch, heads, n_q, n_k), edges)
+    sizes = batch, heads, n_q, n_k
+    return BlockMask(mod, new_lists(mod, sizes, edges, block, device), block, sizes, edges)
 
 
 def listed(
@@ -216,9 +318,9 @@ def listed(
     elif torch.version.hip:
         mod = spelled_out(mod, kinds, block)
     block_q, block_k = block
-    _check(mod, (block_q, block_k), {})
+    check_mask(mod, (block_q, block_k), {})
     shape = (kinds.shape[0], kinds.shape[1], n_q, n_k)
-    return BlockMask(mod, _both_lists(kinds, (block_q, block_k)), (block_q, block_k), shape, edges)
+    return BlockMask(mod, both_lists(kinds, (block_q, block_k)), (block_q, block_k), shape, edges)
 
 
 def _is_supported(block: tuple[int, ...], device: torch.device) -> bool:
@@ -254,6 +356,8 @@ def block_mask_varlen(
     causal: bool = False,
     window: Band | None = None,
     block: tuple[int, int] = (128, 128),
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> BlockMask:
     """`block_mask` for packed sequences of these lengths, for use as `attention_varlen(..., mask_mod=...)`.
 
@@ -280,6 +384,9 @@ def block_mask_varlen(
         causal: as in `block_mask`.
         window: as in `block_mask`.
         block: as in `block_mask`.
+        max_seqlen_q: the largest number of queries in a sequence, or a larger one. Needed in torch.compile, as the size
+            of the lists. Default: it is read.
+        max_seqlen_k: the same for keys.
 
     Returns:
         The block mask, for the option mask_mod of `attention_varlen`, on the device of cu_seqlens_q.
@@ -292,85 +399,22 @@ def block_mask_varlen(
         if not isinstance(x, Tensor) or x.dim() != 1 or x.is_floating_point():
             found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise AttentionError(name, found, "a tensor of ints (B + 1,), as attention_varlen takes it")
-    lengths = [x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
-    batch = len(lengths[0])
-    if batch < 1 or len(lengths[1]) != batch:
-        raise AttentionError("sequences of a block mask", tuple(map(len, lengths)), "as many of q as of k, at least 1")
+    batch = cu_seqlens_q.shape[0] - 1
+    if batch < 1 or cu_seqlens_k.shape[0] - 1 != batch:
+        counts = batch, cu_seqlens_k.shape[0] - 1
+        raise AttentionError("sequences of a block mask", counts, "as many of q as of k, at least 1")
     mod = as_mod("mask", mod)
-    _check(mod, block, {"h": heads})
-    _check_devices(mod, cu_seqlens_q.device)
-    edges = band(causal, window)
-    n_q, n_k = (max(1, *x) for x in lengths)
-    check_tables(mod, (batch, heads, n_q, n_k))
-    tiles = (batch, heads, -(-n_q // block[0]), -(-n_k // block[1]))
-    kinds = torch.zeros(tiles, dtype=torch.int8, device=cu_seqlens_q.device)
-    for b, (rows, keys) in enumerate(zip(*lengths, strict=True)):
-        for h in range(heads if min(rows, keys) > 0 else 0):
-            own = _kinds(mod, (b, h), (rows, keys), edges, block, kinds.device)
-            kinds[b, h, : own.shape[0], : own.shape[1]] = own
-    tokens = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
-    shape = (batch, heads, n_q, n_k)
+    check_mask(mod, block, {"h": heads})
+    check_devices(mod, cu_seqlens_q.device)
+    edges, tokens, lengths = band(causal, window), None, None
+    if not torch.compiler.is_compiling():
+        lengths = lengths_of(cu_seqlens_q, cu_seqlens_k)
+        check_tables(mod, (batch, heads, *(max(1, *x) for x in lengths)))
+        tokens = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
+    n_q, n_k = largest("q", max_seqlen_q, lengths), largest("k", max_seqlen_k, lengths)
+    shape = batch, heads, n_q, n_k
     cu = cu_seqlens_q.clone(), cu_seqlens_k.clone()  # the caller may change the tensors later
-    return BlockMask(mod, _both_lists(kinds, block), block, shape, edges, tokens, cu)
-
-
-def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:
-    """Raises for a mod, a tile or sizes (by `b`, `h`) that a block mask cannot have."""
-    if not isinstance(mod, Mod) or mod.kind != "mask":
-        raise AttentionError("the mask of a block mask", shown(mod), "a tilewise.mask_mod, called")
-    check_filled(mod)
-    if not (isinstance(block, tuple | list) and len(block) == 2 and all(isinstance(x, int) for x in block)):
-        raise AttentionError("block", shown(block), "(queries, keys) of a tile, such as (128, 128)")
-    if min(block) < 16 or any(x % 16 for x in block):
-        raise AttentionError("tiles of a block mask", block, "multiples of 16 (on a GPU powers of two from 128 on)")
-    for axis, size in sizes.items():
-        if size == 1 and _depends(mod, axis):
-            hint = {"b": "batch", "h": "heads"}[axis]
-            raise AttentionError(
-                f"{hint} of a block mask", 1, f"{hint}= as in the calls it is for: the mask reads {axis}"
-            )
-
-
-def _depends(mod: Mod, axis: str) -> bool:
-    """Whether the mod reads the index b or h, other than at axes of size 1."""
-
-    def at_0(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
-        if x.op != "load":
-            return None
-        sizes = mod.tensors[x.value].shape
-        return load(x.value, *(const(0) if n == 1 else a for a, n in zip(args, sizes, strict=True)), kind=x.kind)
-
-    return axis in substitute(mod.program.root, at_0).deps
-
-
-def _check_devices(mod: Mod, device: torch.device) -> None:
-    for x in mod.tensors:
-        if x.device.type != device.type or (device.index is not None and x.device != device):
-            raise AttentionError("device of a tensor of the block mask's mod", x.device, f"{device}, as of the mask")
-
-
-def _kinds(
-    mod: Mod, head: tuple[int, int], lengths: tuple[int, int], edges: Band, block: tuple[int, int], device: torch.device
-) -> Tensor:
-    """(Tq, Tk) int8 of one head (b, h): 0 empty, 1 the mod hides some pairs, 2 only the band does, 3 full."""
-    tiles = Tiles(head, *lengths, block, device)
-    return tile_kinds(mod.program.root, tiles, edges, mod.tensors, mod.numbers)
-
-
-def _both_lists(kinds: Tensor, block: tuple[int, int]) -> Lists:
-    lists = (*_lists(kinds.flatten(0, 2)), *_lists(kinds.mT.flatten(0, 2)))
-    if len(lists[1]) * max(block) >= 2**31:
-        raise AttentionError("visited tiles of a block mask", len(lists[1]), f"fewer than {2**31 // max(block)}")
-    return lists
-
-
-def _lists(kinds: Tensor) -> tuple[Tensor, Tensor]:
-    """Offsets (rows + 1,) and entries of the visited tiles of (rows, columns) kinds."""
-    visited = kinds > 0
-    offsets = torch.zeros(len(kinds) + 1, dtype=torch.int32, device=kinds.device)
-    offsets[1:] = visited.sum(1).cumsum(0)
-    rows, columns = visited.nonzero(as_tuple=True)
-    return offsets, (4 * columns + kinds[rows, columns]).to(torch.int32)
+    return BlockMask(mod, new_packed_lists(mod, cu, lengths, shape, edges, block), block, shape, edges, tokens, cu)
 
 
 def check_block_mask(
@@ -383,7 +427,7 @@ def check_block_mask(
     """Raises unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are max_seqlen_q
     and max_seqlen_k, or None. The call's band must not exceed the band that the mask was made for."""
     made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
-    if packed == (mask.tokens is None):
+    if packed == (mask.cu_seqlens is None):
         raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
     for name, own, size in zip(("B", "H", "Sq", "Sk"), mask.shape, sizes, strict=True):
         is_bound = packed and name in ("Sq", "Sk") and size is not None and own <= size  # max_seqlen may be larger

@@ -34,13 +34,16 @@ UNKNOWN = None  # the interval of a node without known bounds
 
 
 class Tiles(NamedTuple):
-    """The tiles of the pairs of one head, n_q queries by n_k keys."""
+    """The tiles of the pairs of one head, n_q queries by n_k keys; `first` and `last`: those from a row and column of
+    tiles on, up to others (None: to the end)."""
 
     head: tuple[int, int]
     n_q: int
     n_k: int
     block: tuple[int, int]
     device: torch.device
+    first: tuple[int, int] = (0, 0)
+    last: tuple[int | None, int | None] = (None, None)
 
     def scalars(self) -> dict[str, int]:
         """The indices that are the same for all pairs."""
@@ -48,20 +51,22 @@ class Tiles(NamedTuple):
 
     def rows(self) -> Interval:
         """The queries of each row of tiles, (Tq, 1)."""
-        return _ranges(self.n_q, self.block[0], self.device, -1)
+        return self._ranges(0, self.n_q)
 
     def columns(self) -> Interval:
         """The keys of each column of tiles, (1, Tk)."""
-        return _ranges(self.n_k, self.block[1], self.device, 0)
+        return self._ranges(1, self.n_k)
 
-
-def _ranges(n: int, size: int, device: torch.device, axis: int) -> Interval:
-    first = torch.arange(0, n, size, device=device)
-    return Interval(first.unsqueeze(axis), (first + (size - 1)).clamp(max=n - 1).unsqueeze(axis))
+    def _ranges(self, axis: int, n: int) -> Interval:
+        size, last = self.block[axis], self.last[axis]
+        stop = n if last is None else min(n, last * size)
+        first = torch.arange(self.first[axis] * size, stop, size, device=self.device)
+        return Interval(first.unsqueeze(axis - 1), (first + (size - 1)).clamp(max=n - 1).unsqueeze(axis - 1))
 
 
 def tile_kinds(root: Expr, tiles: Tiles, band: Band, tensors: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-    """(Tq, Tk) int8: 0 empty, 1 the mask hides some pairs that the band shows, 2 only the band hides some, 3 full."""
+    """(rows, columns) int8: 0 empty, 1 the mask hides some pairs that the band shows, 2 only the band hides some, 3
+    full."""
     rows, columns = tiles.rows(), tiles.columns()
     shift = tiles.n_k - tiles.n_q
     near, far = columns.lo - (rows.hi + shift), columns.hi - (rows.lo + shift)  # key - position of the query
@@ -90,7 +95,8 @@ def _evaluated(
 ) -> Tensor:
     """The kinds of the tiles `at`, (n, 2), from all of their pairs."""
     i, j = (
-        at[:, n, None] * tiles.block[n] + torch.arange(tiles.block[n], device=tiles.device) for n in (0, 1)
+        (at[:, n, None] + tiles.first[n]) * tiles.block[n] + torch.arange(tiles.block[n], device=tiles.device)
+        for n in (0, 1)
     )  # (n, queries), (n, keys)
     i, j = i[:, :, None], j[:, None, :]
     within = i.clamp(max=tiles.n_q - 1), j.clamp(max=tiles.n_k - 1)  # a mod may divide by n_q - q_idx

@@ -11,6 +11,7 @@ leave[s] - 1: segment s is an ancestor of t, or t itself, if enter[s] <= enter[t
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from tilewise.errors import AttentionError
 from tilewise.mods.modifier import mask_mod
 from tilewise.mods.program import Mod
+from tilewise.torch_internals import constant
 
 
 @mask_mod
@@ -70,6 +72,30 @@ def prefix_tree(parents: Tensor, cu_segments: Tensor) -> Mod:
     leave = [at + size for at, size in zip(enter, sizes, strict=True)]
     mod: Mod = _on_path(*(_by_token(x, ends, cu_segments.device) for x in (enter, leave)))
     return mod._replace(name="prefix_tree")
+
+
+def check_tree(mod: Mod, keys: int, sequences: int) -> None:
+    """Raises if a prefix tree has too few tokens for packed sequences with so many rows of keys: if they fill these
+    rows, one of them is longer than the tree. Their lengths are on the device and are not read."""
+    if mod.key != _tree_key() or not mod.tensors:
+        return
+    tokens = mod.tensors[0].shape[0]
+    if tokens * sequences < keys:
+        where = "1 sequence" if sequences == 1 else f"{sequences} sequences, which all read the tree from its start"
+        hint = "; without rows of k past the last sequence"
+        raise AttentionError("tokens of the prefix_tree", tokens, f"enough for k's {keys} tokens in {where}{hint}")
+
+
+@constant
+def _tree_key() -> str:
+    return _kept_tree_key()
+
+
+@cache
+def _kept_tree_key() -> str:
+    of_one_token = torch.zeros(1, dtype=torch.int32)
+    mod: Mod = _on_path(of_one_token, of_one_token)
+    return mod.key
 
 
 def tree_positions(parents: Tensor, cu_segments: Tensor) -> Tensor:

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import by_gradient, first_order
+from ..autograd import by_gradient, is_higher_order
 from ..ops.dense import registered
 from ..request import BackwardInputs, Gpu, Request, Spec, arguments, gpu_of
+from .masked import attend_masked_packed, attend_masked_rows, gradients_of
+from .packed import PackedBlocks
 
 _library = torch.library.Library("tilewise_sparse", "FRAGMENT")
 _library.define(
@@ -36,8 +38,6 @@ _library.define(
 )
 _library.define("add_sums(Tensor base, Tensor sums, float scale) -> Tensor")
 FUSED = "auto", "triton"  # backends whose small blocks have kernels of their own
-
-FIRST_ORDER = "one of moba or nsa", "first derivatives; tilewise.attention with a mask_mod has second ones"
 
 
 class Sorted(NamedTuple):
@@ -83,12 +83,14 @@ def sorted_choices(chosen: Tensor, kv_heads: int, starts: Tensor, count: int | N
 
 
 class Sizes(NamedTuple):
-    """block_size: the largest size of a block, and that of all if `even`; choices: their number, if known."""
+    """block_size: the largest size of a block, and that of all if `even`; choices: their number, if known; batch: rows
+    of equal lengths, if `even`."""
 
     spec: Spec
     block_size: int
     even: bool
     choices: int | None
+    batch: int = 1
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, block_size: int, spec: Spec) -> Tensor:
@@ -102,21 +104,41 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, block_s
         row = torch.arange(batch, device=q.device).view(-1, 1, 1, 1) * blocks
         chosen = torch.where(chosen < 0, -1, chosen + row).flatten(0, 1)
     starts = torch.arange(0, batch * n + 1, block_size, dtype=torch.int32, device=q.device)
-    tokens, sizes = (x.flatten(0, 1) for x in (q, k, v)), Sizes(spec, block_size, True, count)
-    out: Tensor = BlockAttention.apply(*tokens, chosen, starts, sizes)  # type: ignore[no-untyped-call]
+    tokens, sizes = (x.flatten(0, 1) for x in (q, k, v)), Sizes(spec, block_size, True, count, batch)
+    out: Tensor = BlockAttention.apply(*tokens, chosen, starts, None, None, sizes)  # type: ignore[no-untyped-call]
     found: Tensor = out.unflatten(0, (batch, n))
     return found
+
+
+def attend_packed(
+    inputs: tuple[Tensor, ...],
+    chosen: Tensor | None,
+    offsets: tuple[Tensor, PackedBlocks],
+    block_size: int,
+    spec: Spec,
+) -> Tensor:
+    """out (T, H, Dv) of packed sequences. `chosen` (T, C, most), counted through all sequences; `offsets`: cu_seqlens
+    and the blocks."""
+    cu_seqlens, blocks = offsets
+    ends, sizes = (cu_seqlens, blocks.cu_blocks), Sizes(spec, block_size, False, None)
+    out: Tensor = BlockAttention.apply(*inputs, chosen, blocks.starts, *ends, sizes)  # type: ignore[no-untyped-call]
+    return out
 
 
 class BlockAttention(torch.autograd.Function):
     """out (T, H, Dv) over a query's own block and the chosen ones.
 
     The backward has no pass for the merge: with out and lse of the union, the backward of each part gives its share of
-    the gradients, because p = exp(s - lse) and rowsum(dO * O) are those of the union.
+    the gradients, because p = exp(s - lse) and rowsum(dO * O) are those of the union. If torch may differentiate it
+    again, it is that of dense attention with a mask.
+
+    Arguments: q, k, v; the choices or None; the first token of each block; of packed sequences cu_seqlens and the first
+    block of each, else None; sizes.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, starts: Tensor, sizes: Sizes) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, starts: Tensor, *rest: Any) -> Tensor:
+        *ends, sizes = rest
         lists: Any = ()
         chosen = chosen if q.shape[0] else None
         if chosen is not None and _is_fused(q, v, chosen.shape[1], sizes):
@@ -133,21 +155,30 @@ class BlockAttention(torch.autograd.Function):
                 base = out.reshape(len(lists.positions), -1, v.shape[2])
                 out, lse = combined(base, lse.reshape(base.shape[:2]), part, part_lse, lists.positions, q.dtype)
         out, lse = out.reshape(*q.shape[:2], v.shape[2]), lse.reshape(q.shape[:2])
-        ctx.save_for_backward(q, k, v, out, lse, starts, *lists)
+        ctx.save_for_backward(q, k, v, out, lse, starts, chosen, *ends, *lists)
         ctx.sizes = sizes
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        q, k, v, out, lse, starts, *lists = ctx.saved_tensors
+        q, k, v, out, lse, starts, chosen, cu_seqlens, cu_blocks, *lists = ctx.saved_tensors
         choices = Sorted(*lists) if lists else None
 
-        def gradients(dout: Tensor) -> Any:
-            with torch.no_grad():
-                grads = _gradients((q, k, v), (out, lse, dout.contiguous()), choices, starts, ctx.sizes)
-            return tuple(first_order(FIRST_ORDER, grads, q, k, v, dout))
+        def masked(*inputs: Tensor) -> Tensor:
+            spec, block_size, even, _, batch = ctx.sizes
+            numbers = block_size, len(starts) - 1
+            options = {"causal": True, "scale": spec.scale, "backend": spec.backend}
+            if even:
+                return attend_masked_rows(inputs, chosen, batch, numbers, options)
+            return attend_masked_packed(inputs, chosen, (cu_seqlens, cu_blocks), numbers, options)
 
-        return *by_gradient(gradients, dout), None, None, None
+        def gradients(dout: Tensor) -> Any:
+            if not torch.compiler.is_compiling() and is_higher_order(q, k, v, dout):
+                return gradients_of(masked, (q, k, v), dout)
+            with torch.no_grad():
+                return _gradients((q, k, v), (out, lse, dout.contiguous()), choices, starts, ctx.sizes)
+
+        return *by_gradient(gradients, dout), *(None,) * 5
 
 
 def _gradients(

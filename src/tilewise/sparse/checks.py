@@ -1,4 +1,4 @@
-"""Checks that the sparse attentions share, and whether torch transforms a call."""
+"""Checks that the sparse attentions share, and a rule of vmap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from ..errors import AttentionError, shown
 from ..options import Options
 from ..request import Spec
-from ..torch_internals import forward_mode_level, transform_level
 from ..validation.dense import CHECK_CONTENTS, checked_request
 from ..validation.offsets import as_int32_offsets
 
@@ -97,11 +96,6 @@ def check_indices(name: str, function: str, indices: Tensor, last: int | Tensor)
         b, i, h, n = again[0].tolist()
         what = f"{name}[{b}, {i}, {h}] of {function}"
         raise AttentionError(what, f"{int(ordered[b, i, h, n])} twice", "no index twice")
-
-
-def is_transformed() -> bool:
-    """Whether torch.func or forward mode differentiates or batches the call."""
-    return not torch.compiler.is_compiling() and (transform_level() is not None or forward_mode_level() >= 0)
 
 
 def looped(op: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..errors import AttentionError, shown
 from ..options import Options
+from ..plan_cache import is_transformed
 from ..validation.dense import DTYPES, to_bshd
-from .block_attention import BlockAttention, Sizes, attend_dense
-from .checks import check_divides, check_sizes, checked_batch, checked_packed, is_transformed, looped, named
+from .block_attention import attend_dense, attend_packed
+from .checks import check_divides, check_sizes, checked_batch, checked_packed, looped, named
 from .masked import attend_masked, attend_masked_packed
 from .packed import best_of, block_means, packed_blocks
 
@@ -116,10 +117,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[
             wanted = torch.einsum("thgd,nhd->thgn", grouped, means).flatten(1, 2)
             chosen = best_of(wanted, blocks.first, blocks.own, most)
     if is_transformed():
-        return attend_masked_packed((q, k, v), chosen, (cu_seqlens, blocks), block_size, options)
-    sizes = Sizes(spec, block_size, False, None)
-    out: Tensor = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
-    return out
+        ends, count = (cu_seqlens, blocks.cu_blocks), len(blocks.starts) - 1
+        return attend_masked_packed((q, k, v), chosen, ends, (block_size, count), options)
+    return attend_packed((q, k, v), chosen, (cu_seqlens, blocks), block_size, spec)
 
 
 def _chosen(q: Tensor, k: Tensor, block_size: int, most: int, gate: Gate | None) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..api import attention
 from ..autograd import first_gradients
-from ..backends.registry import chosen_supports
+from ..backends.protocol import Backend
+from ..backends.registry import supporting
 from ..errors import AttentionError, shown
 from ..mods import BlockMask, block_mask, mask_mod
 from ..ops.dense import registered
@@ -143,8 +144,10 @@ def neighborhood(
         options: Options = {"mask_mod": layout.mask, "scale": scale, "backend": backend}
         request = checked_request(rows[0], rows[1], rows[2], (), (), options)
         spec = request.spec._replace(token_boxes=layout.token_boxes)
-        if chosen_supports(request, request._replace(spec=spec)):
-            in_place: Tensor = InBoxes.apply(spec, windows, *request[:3]).unflatten(1, space)  # type: ignore[no-untyped-call]
+        backend_in_boxes = supporting(request, request._replace(spec=spec))
+        if backend_in_boxes is not None:
+            made = backend_in_boxes, spec, windows
+            in_place: Tensor = InBoxes.apply(*made, *request[:3]).unflatten(1, space)  # type: ignore[no-untyped-call]
             return in_place
     query_rows = _permuted(rows[0], layout.queries, layout.queries_inverse)
     key_rows = [_permuted(x, layout.keys, layout.keys_inverse) for x in rows[1:]]
@@ -189,12 +192,13 @@ class InBoxes(torch.autograd.Function):
     """out (B, S, H, Dv). The forward's TMA reads boxes of tokens where they lie; the backward permutes."""
 
     @staticmethod
-    def forward(ctx: Any, spec: Spec, windows: tuple[Window, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        request = _request(windows, spec, q, k, v)
+    def forward(ctx: Any, backend: Backend, spec: Spec, windows: tuple[Window, ...], *tensors: Tensor) -> Tensor:
+        q, k, v = tensors
+        request = _request(backend, windows, spec, q, k, v)
         out: Tensor
         out, lse = registered("forward")(*arguments(request))
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.spec, ctx.windows = spec._replace(token_boxes=()), windows
+        ctx.spec, ctx.windows, ctx.backend = spec._replace(token_boxes=()), windows, backend
         return out
 
     @staticmethod
@@ -203,30 +207,28 @@ class InBoxes(torch.autograd.Function):
         layout = _kept_layout(ctx.windows, str(q.device))
         orders = (layout.queries, layout.queries_inverse), (layout.keys, layout.keys_inverse)
         rows = [_permuted(x, *orders[is_key]) for x, is_key in ((q, False), (k, True), (v, True))]
-        request = _request(ctx.windows, ctx.spec, *rows)
+        request = _request(ctx.backend, ctx.windows, ctx.spec, *rows)
         out, dout = _permuted(out.detach(), *orders[0]), _permuted(dout, *orders[0])
         grads = first_gradients(request, BackwardInputs(out, lse, dout, None))
         found = zip(grads, (False, True, True), strict=True)
-        return None, None, *(_permuted(g, *orders[is_key][::-1]) for g, is_key in found)
+        return None, None, None, *(_permuted(g, *orders[is_key][::-1]) for g, is_key in found)
 
 
-def _request(windows: tuple[Window, ...], spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> Request:
-    """The request of a call with a layout's mask, whose bits are computed once."""
+def _request(backend: Backend, windows: tuple[Window, ...], spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> Request:
+    """The request of a call with a layout's mask, which the backend evaluates once."""
     device = str(q.device)
     mask = _kept_layout(windows, device).mask
-    return Request(q, k, v, spec, mask=mask.mod.tensors, blocks=(*mask.lists, *_kept_words(windows, device)))
+    return Request(q, k, v, spec, mask=mask.mod.tensors, blocks=(*mask.lists, *_kept_words(backend, windows, device)))
 
 
 @lru_cache(LAYOUTS)
-def _kept_words(windows: tuple[Window, ...], device: str) -> tuple[Tensor, ...]:
-    """The bits of a layout's mask for the Hopper kernels, () if they are too many."""
-    from ..backends.hopper.mask_words import evaluated_words
-
+def _kept_words(backend: Backend, windows: tuple[Window, ...], device: str) -> tuple[Tensor, ...]:
+    """What the backend computes of a layout's mask once for all calls."""
     mask = _kept_layout(windows, device).mask
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
         q = torch.empty(1, mask.shape[2], 1, 8, dtype=torch.bfloat16, device=device)
         request = checked_request(q, q, q, (), (), {"mask_mod": mask})
-        found = evaluated_words(request) or ()
+        found = backend.evaluated_mask(request)
         torch.cuda.current_stream().synchronize()  # calls on other streams will read them
     return found
 

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..autograd import by_gradient, first_order
+from ..autograd import by_gradient, is_higher_order
 from ..errors import AttentionError, shown
 from ..mods import mask_mod
+from ..plan_cache import is_transformed
 from ..request import gpu_of
 from ..validation.dense import DTYPES, to_bshd
-from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
+from .block_attention import attend_dense, attend_packed
 from .checks import (
     check_indices,
     check_sizes,
     checked_batch,
     checked_packed,
-    is_transformed,
     looped,
     named,
 )
@@ -145,13 +145,11 @@ def _packed(
         with torch.no_grad():
             weight = _packed_weights(q, keys, lse, spec.scale)
             chosen = best_of(weight, blocks.first, blocks.own, most)
-    selected: Any
     if is_transformed():
-        causal = options | {"causal": True}
-        selected = attend_masked_packed(inputs, chosen, (cu_seqlens, blocks), block_size, causal)
+        sizes, causal = (block_size, len(blocks.starts) - 1), options | {"causal": True}
+        selected = attend_masked_packed(inputs, chosen, (cu_seqlens, blocks.cu_blocks), sizes, causal)
     else:
-        sizes = Sizes(spec, block_size, False, None)
-        selected = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
+        selected = attend_packed(inputs, chosen, (cu_seqlens, blocks), block_size, spec)
     return _gated(coarse, selected, near, *gates)
 
 
@@ -264,9 +262,9 @@ class GatedSum(torch.autograd.Function):
         saved = ctx.saved_tensors
 
         def gradients(dout: Tensor) -> Any:
-            grads = torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:])
-            is_kernel = dout.is_cuda and dout.dtype != torch.float64
-            return tuple(first_order(FIRST_ORDER, grads, dout, *saved) if is_kernel else grads)
+            if not torch.compiler.is_compiling() and is_higher_order(dout, *saved):
+                return tuple(_gate_gradients(dout, saved[:3], saved[3:]))
+            return tuple(torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:]))
 
         return by_gradient(gradients, dout)
 
@@ -301,11 +299,16 @@ def _gated_sum_backward(dout: Tensor, outs: list[Tensor], gates: list[Tensor]) -
         with torch.cuda.device_of(dout):
             kernels.gated_launch(kernels.GateTensors(rows, weights, tuple(grads[:3]), tuple(grads[3:]), given))()
         return grads
+    return [x.contiguous() for x in _gate_gradients(dout, outs, gates)]
+
+
+def _gate_gradients(dout: Tensor, outs: Sequence[Tensor], gates: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the three outs and of their gates, in torch."""
     dtype = torch.promote_types(dout.dtype, torch.float32)
     wide = dout.to(dtype)
     douts = [(wide * gate.to(dtype)[..., None]).to(out.dtype) for out, gate in zip(outs, gates, strict=True)]
     dgates = [(wide * out.to(dtype)).sum(-1).to(gate.dtype) for out, gate in zip(outs, gates, strict=True)]
-    return [x.contiguous() for x in (*douts, *dgates)]
+    return [*douts, *dgates]
 
 
 @torch.library.register_fake("tilewise_sparse::gated_sum", lib=_library)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import by_gradient, first_order
+from ..autograd import by_gradient
 from ..errors import AttentionError, shown
+from ..plan_cache import is_transformed
 from ..request import Gpu, gpu_of
 from ..validation.dense import DTYPES, to_bshd
-from .checks import check_indices, is_transformed, looped
+from .checks import check_indices, looped
 
 MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)
-FIRST_ORDER = "one of topk with backend='triton'", "backend='reference', which has second derivatives"
 GATHERED = 1 << 22  # elements of k and v that the reference gathers at a time
 _library = torch.library.Library("tilewise_sparse", "DEF")
 _inputs = "Tensor q, Tensor k, Tensor v, Tensor indices, float scale, str backend"
@@ -119,13 +119,14 @@ class Topk(torch.autograd.Function):
         q, k, v, indices, out, lse = ctx.saved_tensors
         columns, scale, deterministic, backend = ctx.settings
         values = k[..., :columns] if v is None else v
-        is_again = torch.is_grad_enabled() and backend == "reference" and not torch.compiler.is_compiling()
-        backward: Any = _backward if is_again else torch.ops.tilewise_sparse.topk_backward  # torch differentiates it
+        is_again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        backward: Any = _backward if is_again else torch.ops.tilewise_sparse.topk_backward
+        backend = "reference" if is_again else backend  # torch differentiates its operations
 
         def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
             dout = torch.zeros_like(out) if dout is None else dout
             grads = backward(out, lse, dout, dlse, deterministic, v is None, q, k, values, indices, scale, backend)
-            return tuple(first_order(FIRST_ORDER, grads, q, k, v, dout, dlse) if backend == "triton" else grads)
+            return tuple(grads)
 
         dq, dk, dv = by_gradient(gradients, dout, dlse)
         return dq, dk, None if v is None else dv, None, None

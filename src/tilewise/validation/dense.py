@@ -10,6 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..mods.builtin import softcap as softcap_mod
 from ..mods.dropout import as_seed
 from ..mods.modifier import as_mod
 from ..mods.program import Mod, bound, check_filled, check_tables
+from ..mods.trees import check_tree
 from ..options import DEFAULTS, OTHER_LIBRARIES, REQUIRED, Options, unknown
 from ..request import MAX_HEAD_DIM, TENSOR_TYPES, Request, Spec, band, has_address
 from . import offsets
@@ -152,8 +154,11 @@ def request_of(
     blocks: tuple[Tensor, ...] = ()
     if isinstance(mask, BlockMask):
         check_block_mask(mask, sizes, q, cu_q is not None, band(options["causal"], options["window"]))
-        blocks, named["mask_block"] = mask.lists, (*mask.block, *mask.shape[:2])
+        # `index`: constants, which torch.compile's symbols are not
+        blocks, named["mask_block"] = mask.lists, tuple(map(index, (*mask.block, *mask.shape[:2])))
         mask = mask.mod
+    elif cu_q is not None and isinstance(mask, Mod):
+        check_tree(mask, k.shape[0], cu_q.shape[0] - 1)
     if mask is not None:
         mask = checked_mod("mask", mask, q, known)
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}

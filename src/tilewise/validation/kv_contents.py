@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..kv_request import KvRequest, PlannedTile, Scale
+from ..mods.program import Mod, check_tables
 from .offsets import check_offset_values
 
 
@@ -63,13 +64,26 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
             _check_tokens(b, pages[: length + new], k.shape[0] * page)
         else:
             _check_token_scales(request, b, (starts[b], length), None if table is None else pages)
+    totals = [length + new for length, new in zip(places.lengths.tolist(), appended, strict=True)]
+    _check_mods(request, max(queries, default=0), max(totals, default=0))
     if isinstance(request.shared_prefix, Tensor) and table is not None:
-        totals = [length + new for length, new in zip(places.lengths.tolist(), appended, strict=True)]
         tables = [table[a:b] for a, b in pairwise(ends)] if ends else table
         _check_prefix(request.shared_prefix.tolist(), tables, totals, page)
     check_rows(places.rows, k.shape[0])
     if slots is not None:
         check_slots(slots, k.shape[0] * page)
+
+
+def _check_mods(request: KvRequest, queries: int, keys: int) -> None:
+    """Raises if a mod has a table that is shorter than the longest sequence."""
+    dense, spec = request.dense, request.dense.spec
+    mods = (
+        ("score", spec.score_mod, dense.score, spec.score_numbers),
+        ("mask", spec.mask_mod, dense.mask, spec.mask_numbers),
+    )
+    for kind, key, tensors, numbers in mods:
+        if key is not None:
+            check_tables(Mod(kind, key, tensors, numbers), (None, None, queries, keys))
 
 
 def check_rows(rows: Tensor | None, count: int) -> None:

@@ -101,7 +101,10 @@ def _attention_varlen(r: random.Random, where: Where) -> Case:
         lengths = [(q, q) for q, _ in lengths]
     slack = (r.choice((0, 1, 5)), r.choice((0, 1, 5))) if r.random() < 0.25 else (0, 0)
     case = replace(_sized(r, where), function="attention_varlen", lengths=tuple(lengths), slack=slack)
-    return _termed(r, case, where)
+    case = _termed(r, case, where)
+    if case.mask_mod == "tree" and not case.block:  # the rows of k must not exceed the tokens of so many trees
+        case = replace(case, slack=(slack[0], 0))
+    return case
 
 
 FUNCTIONS: dict[str, Callable[[random.Random, Where], Case]] = {

@@ -146,3 +146,37 @@ def test_block_masks_of_more_keys_than_tokens() -> None:
     with pytest.raises(AttentionError, match=r"axis 0 of tensor 0 of the mask mod 'prefix_tree': found 10; .* 12"):
         tilewise.block_mask_varlen(mod, cu, cu)
     assert tilewise.block_mask(mod, 1, 10, causal=True).tiles.tolist() == [[[[1]]]]
+
+
+def test_packed_sequences_longer_than_the_tree() -> None:
+    """Without a block mask, and where lengths are not read: in torch.compile, on meta tensors as on a GPU."""
+    mod, x = mods.prefix_tree(torch.tensor([-1, 0, 0]), torch.tensor([0, 4, 6, 10])), torch.randn(22, 2, 8)
+    one, two = torch.tensor([0, 22]), torch.tensor([0, 10, 22])
+    call = tilewise.attention_varlen
+    with pytest.raises(AttentionError, match="tokens of the prefix_tree: found 10; expected enough for k's 22 tokens"):
+        call(x, x, x, one, one, mask_mod=mod)
+    with pytest.raises(
+        AttentionError, match=r"found 10; .* 22 tokens in 2 sequences, which all read the tree from its"
+    ):
+        call(x, x, x, two, two, mask_mod=mod)
+    meta, offsets = x.to("meta"), one.to("meta")
+    with pytest.raises(AttentionError, match=r"tokens of the prefix_tree: found 10; .* 22 tokens in 1 sequence"):
+        call(meta, meta, meta, offsets, offsets, mask_mod=mod.to("meta"))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="enough for k's 22 tokens in 1 sequence"):
+        torch.compile(lambda x: call(x, x, x, one, one, mask_mod=mod), fullgraph=True, backend="eager")(x)
+    uneven = torch.tensor([0, 12, 20])
+    with pytest.raises(AttentionError, match="one for each key, 12"):  # the lengths of a CPU are read
+        call(x[:20], x[:20], x[:20], uneven, uneven, mask_mod=mod)
+    even = torch.tensor([0, 10, 20])
+    found = call(x[:20], x[:20], x[:20], even, even, mask_mod=mod)
+    expected = tilewise.attention(*(x[:20].view(2, 10, 2, 8),) * 3, mask_mod=mod)
+    torch.testing.assert_close(found.view(2, 10, 2, 8), expected)
+
+
+def test_a_cache_longer_than_the_tree() -> None:
+    """Lengths of a cache are read by the check alone."""
+    mod = mods.prefix_tree(torch.tensor([-1, 0, 0]), torch.tensor([0, 4, 6, 10]))
+    q, cache = torch.randn(1, 2, 2, 8), torch.randn(1, 16, 2, 8)
+    tilewise.check_kv(q, cache, cache, torch.tensor([10], dtype=torch.int32), mask_mod=mod)
+    with pytest.raises(AttentionError, match=r"axis 0 of tensor 0 of the mask mod .*: found 10; .* 12"):
+        tilewise.check_kv(q, cache, cache, torch.tensor([12], dtype=torch.int32), mask_mod=mod)

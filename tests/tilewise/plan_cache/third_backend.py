@@ -101,6 +101,9 @@ class ThirdBackend:
     def hvp_runner(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
         raise NotImplementedError
 
+    def evaluated_mask(self, request: Request) -> tuple[Tensor, ...]:
+        return ()
+
     def launches(self, request: Request, gpu: Any, backward: bool) -> dict[str, Any]:
         return {"third backward" if backward else "third forward": "a launch"}
 

@@ -216,19 +216,6 @@ def test_errors(changes: dict[str, Any], match: str) -> None:
         sparse.topk(**bad(**changes))
 
 
-def test_second_derivatives(triton_runs: None) -> None:
-    """The reference has them. The kernels raise; they gave zeros."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 3, 1, 16, requires_grad=True) for _ in range(3))
-    indices = torch.tensor([[0, 2], [1, -1], [2, 1]]).view(1, 3, 1, 2)
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    assert torch.autograd.gradgradcheck(lambda *x: sparse.topk(*x, indices), wide)
-    out = sparse.topk(q, k, v, indices, backend="triton")
-    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(AttentionError, match="a second derivative: found one of topk with backend='triton'"):
-        torch.autograd.grad(dq.square().sum(), q)
-
-
 def test_fake_tensors() -> None:
     """Their indices have no contents to check."""
     with FakeTensorMode():

@@ -86,7 +86,7 @@ def mask_words_kernel(
     index = column >> other_log
     entry = tl.load(blocks.entries + index)
     seen = 1
-    if entry & 2 == 0:
+    if entry & 3 == 1:  # an entry past the end of a padded list is 0
         row = list_row(index, blocks.offsets, rows)
         rows_each = blocks.rows // 16
         b = row // rows_each // heads
@@ -233,11 +233,11 @@ def words_launches(request: Request, words: Tensor | None, by_key: bool = False)
     return [Launch(mask_words_kernel, programs, args, options)]
 
 
-def evaluated_words(request: Request) -> tuple[Tensor, Tensor] | None:
-    """The words of a block mask that never changes, for the forward and the backward of every call that has it; None if
+def evaluated_words(request: Request) -> tuple[Tensor, ...]:
+    """The words of a block mask that never changes, for the forward and the backward of every call that has it; () if
     they are too many."""
     if not 0 < _size(request) <= MAX_WORDS:
-        return None
+        return ()
     device = request.q.device
     forward = torch.empty(_size(request) + _flags(request), dtype=torch.int32, device=device)
     backward = torch.empty(_size(request), dtype=torch.int32, device=device)

@@ -63,6 +63,9 @@ class ReferenceBackend:
     def hvp_runner(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
         raise NotImplementedError("torch differentiates the reference itself: see `differentiable_backward`")
 
+    def evaluated_mask(self, request: Request) -> tuple[Tensor, ...]:
+        return ()
+
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
         return {}
 

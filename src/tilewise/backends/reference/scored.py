@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tilewise.backends.reference.tiled import accumulate_, have_large_scores, row_maxima
 from tilewise.mods import PROGRAMS, dropout
-from tilewise.mods.blocks import kinds_of
 from tilewise.mods.expr import Expr, Place, evaluate, scatter_, sites
+from tilewise.mods.tile_lists import kinds_of
 from tilewise.request import BackwardInputs, Request, Spec
 
 ROWS = 1 << 22  # scores held at once

@@ -16,9 +16,10 @@ emulator = pytest.importorskip("tilewise_lab.emulator")
 hopper = pytest.importorskip("tilewise.backends.hopper.launches")
 
 from tilewise.backends.common.launch import DeviceMemory  # noqa: E402
-from tilewise.backends.hopper.mask_words import evaluated_words  # noqa: E402
+from tilewise.backends.registry import BACKENDS  # noqa: E402
 from tilewise.sparse.neighborhood import Window, _kept_layout  # noqa: E402
 
+NAMED = {backend.name: backend for backend in BACKENDS}
 CASES: dict[str, dict[str, Any]] = {
     "wide window": {"space": (16, 32), "sizes": (5, 9)},
     "columns first": {"space": (32, 16), "sizes": (7, 3), "heads": 2, "kv_heads": 1, "batch": 2},
@@ -33,7 +34,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, windows: tuple[Window, ...], words: boo
     request = checked_request(*(x.flatten(1, 2) for x in (q, k, v)), (), (), {"mask_mod": layout.mask})
     request = request._replace(spec=request.spec._replace(token_boxes=layout.token_boxes))
     if words:
-        request = request._replace(blocks=(*request.blocks, *evaluated_words(request)))
+        request = request._replace(blocks=(*request.blocks, *NAMED["hopper"].evaluated_mask(request)))
     memory = DeviceMemory(q.device)
     out = torch.full_like(request.q, torch.nan)
     lse = torch.full((q.shape[0], q.shape[3], out.shape[1]), torch.nan)
@@ -45,6 +46,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, windows: tuple[Window, ...], words: boo
     (forward,) = hopper.forward_launches(request, out, lse, state, 2)
     emulator.launch(*forward)
     return out.unflatten(1, q.shape[1:3]), lse
+
+
+@pytest.mark.parametrize("name", ["triton", "reference"])
+def test_other_backends_keep_nothing_of_a_mask(name: str) -> None:
+    mask = _kept_layout((Window(16, 5, 1, False), Window(32, 9, 1, False)), "cpu").mask
+    q = torch.zeros(1, 512, 1, 8)
+    assert NAMED[name].evaluated_mask(checked_request(q, q, q, (), (), {"mask_mod": mask})) == ()
 
 
 def inputs(
