@@ -74,7 +74,8 @@ def attention_kv(
         qk_norm: a `tilewise.QkNorm`, applied to k_new and q before `rotary`.
         k_scale: scale of a quantised k_cache: a key is the stored number times k_scale. A number, or a float32 tensor
             of shape (), (Hk,), (B, Hk), or by token and head, (rows or pages, tokens, Hk) as the cache, which is
-            written for new tokens. For int4 also (.., Hk, 2), a scale for each half of the dims. Default 1 for float8.
+            written for new tokens. For int4 also (.., Hk, G), a scale for each of an even number G of groups of D / G
+            dims; the kernels read up to 32 groups. Default 1 for float8.
         v_scale: scale of a quantised v_cache, as k_scale.
         tree: mask among the draft tokens of speculative decoding: tree[b, i, j] is True if query i sees draft j, one of
             the last Sq keys of the sequence. bool (B, Sq, Sq); packed (T, drafts); or an int64 bit mask for each query.

@@ -51,10 +51,13 @@ def checked_scale(name: str, scale: Any, cache: Tensor, batch: int) -> Scale:
     heads = cache.shape[2]
     shapes = [(), (heads,), (batch, heads), tuple(cache.shape[:3])]
     names = ["()", f"({heads},) by head", f"({batch}, {heads}) by sequence and head", f"{shapes[3]} by token and head"]
+    by_group = False
     if found.bits == 4:
-        shapes.append((*cache.shape[:3], 2))
-        names.append(f"{shapes[4]} by token, head and half of the dims")
-    if tuple(scale.shape) not in shapes:
+        dim, (*axes, groups) = head_dim(cache), scale.shape or (0,)
+        by_group = tuple(axes) == shapes[3] and groups > 0 and groups % 2 == 0 and dim % groups == 0
+        named = ", ".join(map(str, shapes[3]))
+        names.append(f"({named}, G) by token, head and group of dims, of an even number G that divides {dim}")
+    if tuple(scale.shape) not in shapes and not by_group:
         raise AttentionError(f"shape of {name}", tuple(scale.shape), " or ".join(names))
     found_scale: Scale = scale
     return found_scale

@@ -67,7 +67,8 @@ def launch_of(
         for d, name in zip((dim, dv), stored or [dtype] * 2, strict=True)
     )
     for name, x in (("k_scale", k), ("v_scale", v)):
-        shapes: Any = {"tensor": (), "head": (kv_heads,), "token": x.shape[:3], "group": (*x.shape[:3], 2)}
+        shapes: Any = {"tensor": (), "head": (kv_heads,), "token": x.shape[:3]}
+        shapes |= {f"group{n}": (*x.shape[:3], int(n or 2)) for n in ("", "4", "8")}
         if scale is not None and x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             options[name] = torch.ones(shapes[scale])
     if page:

@@ -16,6 +16,7 @@ from tilewise.kv_formats import (
     head_dim,
     is_deepseek_fp8,
     quantise,
+    scale_groups,
     token_scales,
     unpack_latent,
 )
@@ -191,9 +192,8 @@ def store(cache: Tensor, x: Tensor, scale: Scale, b: Tensor, at: tuple[Tensor, T
     if format_of(cache) is None:
         cache[at] = x.to(cache.dtype)
         return
-    if isinstance(scale, Tensor) and scale.dim() >= 3:
-        groups = scale.shape[3] if scale.dim() == 4 else 1
-        scale[at] = token_scales(x, cache.dtype, groups).view(-1, *scale.shape[2:])
+    if isinstance(scale, Tensor) and scale_groups(scale):
+        scale[at] = token_scales(x, cache.dtype, scale_groups(scale)).view(-1, *scale.shape[2:])
     stored = quantise(x, scale_at(scale, b, at, cache), cache.dtype)
     cache.view(torch.uint8)[at] = stored.view(torch.uint8)
 

@@ -99,12 +99,13 @@ class Slot(NamedTuple):
 
 
 class CacheFormat(NamedTuple):
-    """What K or V is written as: the format, None for a float; the groups of dims with a scale of their own, 1 or 2;
-    SCALE as in `Stored`; the largest number, to which a token's scale maps its largest magnitude; the head dim, and
-    that padded."""
+    """What K or V is written as: the format, None for a float; the groups of dims with a scale of their own, as in
+    `Stored`, and the dims of a group padded; SCALE as in `Stored`; the largest number, to which a token's scale maps
+    its largest magnitude; the head dim, and that padded."""
 
     FORMAT: str | None
     GROUPS: int
+    BLOCK_GROUP: int
     SCALE: str | None
     LARGEST: float
     D: int
@@ -284,22 +285,28 @@ def write_heads(x, h, cache, scale, slot, CACHE: tl.constexpr, CONFIG: tl.conste
     exists = h < CONFIG.KV_HEADS
     D: tl.constexpr = CACHE.D
     BLOCK_D: tl.constexpr = CACHE.BLOCK_D
-    if CACHE.FORMAT == "int4":
+    if CACHE.FORMAT == "int4" and CACHE.GROUPS > 1:
+        GROUP: tl.constexpr = D // CACHE.GROUPS
+        HALF: tl.constexpr = CACHE.GROUPS // 2
+        i = tl.arange(0, CACHE.BLOCK_GROUP)[None, :]
+        mask = exists & (i < GROUP)
+        for n in tl.static_range(HALF):
+            d = n * GROUP + i
+            lower = apply_rotary(x, h, d, mask, CONFIG).to(tl.float32)
+            upper = apply_rotary(x, h, d + D // 2, mask, CONFIG).to(tl.float32)
+            lower = quantised(lower, stored_scale(scale, lower, slot, h, exists, n, CACHE), CACHE)
+            upper = quantised(upper, stored_scale(scale, upper, slot, h, exists, HALF + n, CACHE), CACHE)
+            store_heads(cache, p, lower | (upper << 4), h, d, mask)
+    elif CACHE.FORMAT == "int4":
         d = tl.arange(0, BLOCK_D // 2)[None, :]
         mask = exists & (d < D // 2)
         lower = apply_rotary(x, h, d, mask, CONFIG).to(tl.float32)
         upper = apply_rotary(x, h, d + D // 2, mask, CONFIG).to(tl.float32)
-        if CACHE.GROUPS == 2:
-            lower = quantised(lower, stored_scale(scale, lower, slot, h, exists, 0, CACHE), CACHE)
-            upper = quantised(upper, stored_scale(scale, upper, slot, h, exists, 1, CACHE), CACHE)
-        else:
-            # a nan of either half, else the larger magnitude
-            most = tl.where(lower != lower, lower, tl.where(tl.abs(upper) > tl.abs(lower), upper, lower))
-            most = tl.where(upper != upper, upper, most)
-            found = stored_scale(scale, most, slot, h, exists, 0, CACHE)
-            lower = quantised(lower, found, CACHE)
-            upper = quantised(upper, found, CACHE)
-        store_heads(cache, p, lower | (upper << 4), h, d, mask)
+        # a nan of either half, else the larger magnitude
+        most = tl.where(lower != lower, lower, tl.where(tl.abs(upper) > tl.abs(lower), upper, lower))
+        most = tl.where(upper != upper, upper, most)
+        found = stored_scale(scale, most, slot, h, exists, 0, CACHE)
+        store_heads(cache, p, quantised(lower, found, CACHE) | (quantised(upper, found, CACHE) << 4), h, d, mask)
     else:
         d = tl.arange(0, BLOCK_D)[None, :]
         mask = exists & (d < D)

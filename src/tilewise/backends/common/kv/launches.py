@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from ....errors import AttentionError
-from ....kv_formats import format_of, has_token_scales, has_words, head_dim
+from ....kv_formats import format_of, has_token_scales, has_words, head_dim, scale_groups
 from ....kv_request import UNDIVIDED, AppendRequest, KvCall, KvRequest, PlannedTile, Scale
 from ....request import Gpu
 from ..device.structs import View
@@ -79,15 +79,16 @@ def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu) -> formats.Store
     name = str(operand).removeprefix("torch.")
     narrows = operand == torch.float16 and q.dtype == torch.bfloat16
     if found is None:
-        return formats.Stored(None, False, 1, name, accuracy, None, 1, narrows, False)
+        return formats.Stored(None, False, 1, name, accuracy, None, 1, 1, 1, narrows, False)
     kind = None if scale is None else "token" if has_token_scales(scale) else "head"
-    groups = 2 if isinstance(scale, Tensor) and scale.dim() == 4 else 1
+    groups, blocks = max(1, scale_groups(scale)), partitions.blocks_of(scale)
     parts = 16 // found.bits if has_words(cache) else 8 // found.bits
     pairs = parts > 1 and gpu.kind == "cuda" and not INTERPRETED
     if found.name == "e4m3" and gpu.capability < E4M3_CAPABILITY:
         pairs = False
     factor = narrows or kind == "head"
-    return formats.Stored(found.name, found.is_integer, parts, name, accuracy, kind, groups, factor, pairs)
+    grouping = groups, blocks, triton.next_power_of_2(blocks)
+    return formats.Stored(found.name, found.is_integer, parts, name, accuracy, kind, *grouping, factor, pairs)
 
 
 def scale_of(scale: Scale) -> formats.Scale:
@@ -225,8 +226,8 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
         DV=dim_v,
         BLOCK_M=partition.tile.block_m,
         BLOCK_N=partition.tile.block_n,
-        BLOCK_D=padded(q.shape[-1], 16 * stored_k.PARTS),
-        BLOCK_DV=padded(dim_v, 16 * stored_v.PARTS),
+        BLOCK_D=stored_k.BLOCKS * padded(q.shape[-1] // stored_k.BLOCKS, 16 * stored_k.PARTS),
+        BLOCK_DV=stored_v.JOINED * padded(dim_v // stored_v.BLOCKS, 16 * stored_v.PARTS),
         FOLD=scoring["FOLD"],
         PRECISION=precision(q, target.gpu),
         BOUNDED=scoring["FOLD"] and is_bounded(dense, scale) and stored_v.OPERAND == "bfloat16",
@@ -372,10 +373,11 @@ def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:
     """What the append kernel is compiled for in K or V of head dim `dim`."""
     found = format_of(cache)
     if found is None:
-        return CacheFormat(None, 1, None, 1.0, dim, padded(dim))
-    groups = 2 if isinstance(scale, Tensor) and scale.dim() == 4 else 1
+        return CacheFormat(None, 1, padded(dim), None, 1.0, dim, padded(dim))
+    groups = max(1, scale_groups(scale))
     kind = None if scale is None else "token" if has_token_scales(scale) else "head"
-    return CacheFormat(found.name, groups, kind, found.largest, dim, padded(dim))
+    block = triton.next_power_of_2(dim // groups)
+    return CacheFormat(found.name, groups, block, kind, found.largest, dim, padded(dim))
 
 
 def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
