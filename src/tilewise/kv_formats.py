@@ -162,7 +162,7 @@ def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
     Returns:
         uint8 (.., 656): the latent numbers / scale, rounded to the nearest float8_e4m3fn; the scales, the largest
         magnitude of 128 numbers / 448 (1 where that is 0); the rest in bfloat16. `attention_mla` reads it as it is;
-        `attention_kv`, where uint8 is int4, its `.view(torch.float8_e4m3fn)`.
+        `attention_kv` and `append_kv`, where uint8 is int4, its `.view(torch.float8_e4m3fn)`.
 
     Raises:
         AttentionError: kv does not have 576 columns of floats.
@@ -179,6 +179,13 @@ def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
     stored = quantise(latent, scale, torch.float8_e4m3fn)
     parts = stored, scale, rope.to(torch.bfloat16)
     return torch.cat([x.contiguous().view(torch.uint8) for x in parts], -1)
+
+
+def packed_parts(cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a cache in DeepSeek's fp8 format: the bytes of the latent numbers, their scales, the rest. Tokens lie at
+    multiples of 4 bytes."""
+    stored, scale, rope = cache.view(torch.uint8).split((LATENT, 4 * GROUPS, 2 * ROPE), -1)
+    return stored, scale.view(torch.float32), rope.view(torch.bfloat16)
 
 
 def unpack_latent(tokens: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 import tilewise
+from tilewise.backends.common.kv import append_launches
 from tilewise.backends.common.kv import launches as kv_launch
 from tilewise.backends.common.kv import partition as partitions
 from tilewise.backends.common.kv import prefix_launches as prefix_launch
@@ -101,7 +102,7 @@ def launch_of(
                 asked["qk_norm"] = tilewise.QkNorm(torch.ones(dim), torch.ones(dim))
             places = checks.places_of(new[0], k, lengths, asked)
             request = checks.append_request(*new, k, v, places, q, asked)
-            return kv_launch.append_launch(with_rotated(request, DeviceMemory(torch.device("cpu"))), gpu)
+            return append_launches.append_launch(with_rotated(request, DeviceMemory(torch.device("cpu"))), gpu)
         request = checks.attend_request(q, k, v, lengths, kv_options(options))
         target, memory = Target(gpu, 132), DeviceMemory(torch.device("cpu"))
         if prefix:

@@ -15,6 +15,7 @@ from tilewise.kv_formats import (
     format_of,
     head_dim,
     is_deepseek_fp8,
+    pack_mla,
     quantise,
     scale_groups,
     token_scales,
@@ -174,8 +175,11 @@ def append(request: AppendRequest) -> Tensor | None:
         fits = (slots >= 0) & (row < k.shape[0])
     fits &= new.exists
     where = row[fits], offset[fits]
-    store(k, k_new[fits], request.k_scale, new.b[fits], where)
-    store(v, v_new[fits], request.v_scale, new.b[fits], where)
+    if is_deepseek_fp8(k):
+        k.view(torch.uint8)[where] = pack_mla(k_new[fits])
+    else:
+        store(k, k_new[fits], request.k_scale, new.b[fits], where)
+        store(v, v_new[fits], request.v_scale, new.b[fits], where)
     if request.q is None:
         return None
     rotated = request.q

@@ -52,6 +52,8 @@ def unsupported_cache(request: Any) -> str | None:
         return unsupported_latent(request.k, request.v)
     if places is not None and places.by_token:
         return f"a token table with head dim {request.q.shape[-1]}, of more than {MAX_HEAD_DIM} (MLA)"
+    if is_deepseek_fp8(request.k):  # an append
+        return unsupported_latent(request.k, request.v)
     for name, x in (("k_cache", request.k), ("v_cache", request.v)):
         found = format_of(x)
         if found is not None and found.bits == 4 and not has_words(x):

@@ -101,13 +101,14 @@ class Slot(NamedTuple):
 class CacheFormat(NamedTuple):
     """What K or V is written as: the format, None for a float; the groups of dims with a scale of their own, as in
     `Stored`, and the dims of a group padded; SCALE as in `Stored`; the largest number, to which a token's scale maps
-    its largest magnitude; the head dim, and that padded."""
+    its largest magnitude; the first dim of a new token that is written; the head dim, and that padded."""
 
     FORMAT: str | None
     GROUPS: int
     BLOCK_GROUP: int
     SCALE: str | None
     LARGEST: float
+    FIRST: int
     D: int
     BLOCK_D: int
 
@@ -125,7 +126,8 @@ class CacheSizes(NamedTuple):
 class AppendConfig(NamedTuple):
     """KV heads, query heads; head dim of queries, and that padded; heads of a tile; half the dims that are rotated;
     whether neighbouring dims form a pair; the first dim that is rotated; sequences that are searched at once; formats
-    of the cache; whether the launch overlaps the one before."""
+    of the cache; whether it is DeepSeek's fp8 format, of which K is the latent numbers and V the rest of the key;
+    whether the launch overlaps the one before."""
 
     KV_HEADS: int
     HEADS: int
@@ -138,6 +140,7 @@ class AppendConfig(NamedTuple):
     BLOCK_BATCH: int
     K: CacheFormat
     V: CacheFormat
+    PACKED: bool
     OVERLAP: bool
 
 
@@ -308,13 +311,17 @@ def write_heads(x, h, cache, scale, slot, CACHE: tl.constexpr, CONFIG: tl.conste
         found = stored_scale(scale, most, slot, h, exists, 0, CACHE)
         store_heads(cache, p, quantised(lower, found, CACHE) | (quantised(upper, found, CACHE) << 4), h, d, mask)
     else:
-        d = tl.arange(0, BLOCK_D)[None, :]
-        mask = exists & (d < D)
-        tile = apply_rotary(x, h, d, mask, CONFIG)
-        if CACHE.FORMAT is not None:
-            tile = tile.to(tl.float32)
-            tile = quantised(tile, stored_scale(scale, tile, slot, h, exists, 0, CACHE), CACHE)
-        store_heads(cache, p, tile, h, d, mask)
+        GROUPS: tl.constexpr = CACHE.GROUPS
+        GROUP: tl.constexpr = D // GROUPS
+        i = tl.arange(0, CACHE.BLOCK_GROUP)[None, :]
+        mask = exists & (i < GROUP)
+        for n in tl.static_range(GROUPS):
+            d = n * GROUP + i
+            tile = apply_rotary(x, h, d + CACHE.FIRST, mask, CONFIG)
+            if CACHE.FORMAT is not None:
+                tile = tile.to(tl.float32)
+                tile = quantised(tile, stored_scale(scale, tile, slot, h, exists, n, CACHE), CACHE)
+            store_heads(cache, p, tile, h, d, mask)
 
 
 @triton.jit
@@ -333,9 +340,12 @@ def append_token(new, source, cache, scales, slot, angles, norms, CONFIG: tl.con
         cos, sin, position, num_positions = angles
         x = NewToken(p, k_new.strides, norms.weight, factor, norms.offset, cos, sin, position, num_positions)
         write_heads(x, h, cache.k, scales.k, slot, CACHE_K, CONFIG)
-        p = token_pointer(v_new, source[0], source[1])
-        x = NewToken(p, v_new.strides, None, 1.0, 0.0, None, None, 0, 0)
-        write_heads(x, h, cache.v, scales.v, slot, CACHE_V, CONFIG)
+        if CONFIG.PACKED:
+            write_heads(x, h, cache.v, scales.v, slot, CACHE_V, CONFIG)
+        else:
+            p = token_pointer(v_new, source[0], source[1])
+            x = NewToken(p, v_new.strides, None, 1.0, 0.0, None, None, 0, 0)
+            write_heads(x, h, cache.v, scales.v, slot, CACHE_V, CONFIG)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The launches of a call with a KV cache: schedule, append, decode, combine. Kernels are given a cache as a view, of
+"""The launches of a call with a KV cache: schedule, decode, combine. Kernels are given a cache as a view, of
 words where it is quantised, with its scale."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....errors import AttentionError
 from ....kv_formats import format_of, has_token_scales, has_words, head_dim, scale_groups
-from ....kv_request import UNDIVIDED, AppendRequest, KvCall, KvRequest, PlannedTile, Scale
+from ....kv_request import UNDIVIDED, KvCall, KvRequest, PlannedTile, Scale
 from ....request import Gpu
 from ..device.structs import View
 from ..kernel_call import padded, view
@@ -20,16 +20,6 @@ from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
 from ..score_terms import device_terms, folded, is_bounded, mask_mod
 from . import formats
 from . import partition as partitions
-from .append import (
-    AppendConfig,
-    AppendPlaces,
-    CacheFormat,
-    KeyValue,
-    NormWeights,
-    Queries,
-    RotaryTables,
-    append_kernel,
-)
 from .cache_tiles import KvCacheView
 from .combine import Buffers, CombineConfig, combine_kernel
 from .decode import DecodeConfig, NewTokens, decode_kernel
@@ -59,11 +49,6 @@ def words_of(cache: Tensor) -> Tensor:
     if format_of(cache) is None:
         return cache
     return cache.view(torch.int16) if has_words(cache) else cache.view(torch.uint8)
-
-
-def bytes_of(cache: Tensor) -> Tensor:
-    """A quantised cache as bytes, for the append kernel."""
-    return cache if format_of(cache) is None else cache.view(torch.uint8)
 
 
 def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu) -> formats.Stored:
@@ -367,58 +352,3 @@ def combine_launch(
     )
     programs = min(max(2 * partition.wanted_splits, partition.items) * partition.kv_heads * blocks, max_programs)
     return Launch(combine_kernel, programs, (buffers_of(call, prefix), terms.sinks, *sizes), kernel_options(config))
-
-
-def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:
-    """What the append kernel is compiled for in K or V of head dim `dim`."""
-    found = format_of(cache)
-    if found is None:
-        return CacheFormat(None, 1, padded(dim), None, 1.0, dim, padded(dim))
-    groups = max(1, scale_groups(scale))
-    kind = None if scale is None else "token" if has_token_scales(scale) else "head"
-    block = triton.next_power_of_2(dim // groups)
-    return CacheFormat(found.name, groups, block, kind, found.largest, dim, padded(dim))
-
-
-def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
-    k_new, v_new, k, v, places = request[:5]
-    rotary, q, rotated, table, norm = request.rotary, request.q, request.rotated, places.table, request.norm
-    tokens = k_new.shape[:-2].numel()
-    queries = 0 if q is None else q.shape[:-2].numel()
-    heads = 0 if q is None else q.shape[-2]
-    tables, weights = RotaryTables(), NormWeights()
-    if rotary is not None:
-        tables = RotaryTables(rotary.cos, rotary.sin, rotary.positions, rotary.q_positions)
-    if norm is not None:
-        weights = NormWeights(norm.q_weight, norm.k_weight)
-    dim, dim_v = k_new.shape[-1], v_new.shape[-1]
-    columns = padded(max(dim, dim_v))
-    config = AppendConfig(
-        KV_HEADS=k.shape[-2],
-        HEADS=heads,
-        D=dim,
-        BLOCK_D=padded(dim),
-        BLOCK_H=min(triton.next_power_of_2(max(k.shape[-2], heads)), max(1, 4096 // columns)),
-        HALF=1 if rotary is None else rotary.cos.shape[1],
-        INTERLEAVED=rotary is not None and rotary.interleaved,
-        FIRST_ROTATED=request.first_rotated,
-        BLOCK_BATCH=min(1024, triton.next_power_of_2(max(places.batch, 1))),
-        K=cache_format(k, request.k_scale, dim),
-        V=cache_format(v, request.v_scale, dim_v),
-        OVERLAP=can_overlap(gpu),
-    )
-    table_stride, table_pages = (0, 0) if table is None else (table.stride(0), table.shape[-1])
-    n_q = 0 if q is None or q.dim() == 3 else q.shape[1]
-    args = (
-        KeyValue(view(k_new), view(v_new)),
-        KeyValue(view(bytes_of(k)), view(bytes_of(v))),
-        KeyValue(scale_of(request.k_scale), scale_of(request.v_scale)),
-        Queries(NO_VIEW if q is None else view(q), NO_VIEW if rotated is None else view(rotated)),
-        AppendPlaces(places.lengths, table, places.indptr, places.rows, places.cu_new, request.cu_q, request.slots),
-        tables,
-        weights,
-        *((0.0, 0.0) if norm is None else (norm.eps, norm.offset)),
-        *(tokens, places.new, n_q, places.batch, 1 if rotary is None else rotary.cos.shape[0]),
-        *(table_stride, k.shape[0], table_pages, k.shape[1]),
-    )
-    return Launch(append_kernel, tokens + queries, args, kernel_options(config))
