@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.kv_cases import KvInputs
 from tilewise_lab.fuzz.stored import LARGEST as LARGEST_BY_NAME
+from tilewise_lab.fuzz.stored import groups_of, pack, token_scale, unpack
 from tilewise_lab.fuzz.stored import nearest as nearest_by_name
-from tilewise_lab.fuzz.stored import pack, token_scale, unpack
 
 E4M3, E5M2, INT8, INT4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
 LARGEST = {getattr(torch, name): x for name, x in LARGEST_BY_NAME.items()}
@@ -49,10 +49,10 @@ def quantised(
             "head": (torch.rand(heads, generator=g) + 0.5) * size,
             "batch": (torch.rand(len(case.lengths), heads, generator=g) + 0.5) * size,
         }
-        by_token = kind in ("token", "group")
+        by_token = groups_of(kind) > 0
         scale: Any = constant.get(kind)
         if by_token:
-            scale = torch.full((*cache.shape[:3], *([2] if kind == "group" else [])), torch.nan)
+            scale = torch.full((*cache.shape[:3], *([] if kind == "token" else [groups_of(kind)])), torch.nan)
         width = dim // 2 if dtype == INT4 else dim
         pool = torch.full((*cache.shape[:3], width), 127, dtype=torch.uint8)  # nan in float8
         after, after_scale, found = pool.clone(), scale.clone(), []
@@ -62,7 +62,7 @@ def quantised(
             for j, token in enumerate(sequence.cpu()):
                 row, at = places(x, b, j)
                 own = new_scales(token, dtype, kind) if by_token else scale[b] if kind == "batch" else scale
-                grouped = own if kind == "group" else own.reshape(-1, 1)
+                grouped = own if groups_of(kind) > 1 else own.reshape(-1, 1)
                 code = pack(token, name_of(dtype), grouped)
                 numbers_of[j] = unpack(code, name_of(dtype), grouped)
                 if j < starts[b]:
@@ -88,9 +88,9 @@ def quantised(
 
 
 def new_scales(token: Tensor, dtype: torch.dtype, kind: str) -> Tensor:
-    """Scales of one token (heads, dim): (heads,), or by group (heads, 2)."""
-    found = token_scale(token, name_of(dtype), 2 if kind == "group" else 1)
-    return found if kind == "group" else found.squeeze(-1)
+    """Scales of one token (heads, dim): (heads,), or by group (heads, groups)."""
+    found = token_scale(token, name_of(dtype), groups_of(kind))
+    return found.squeeze(-1) if kind == "token" else found
 
 
 def strided(x: Tensor, like: Tensor) -> Tensor:

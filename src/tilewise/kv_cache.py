@@ -55,7 +55,8 @@ def attention_kv(
             dtype is q's, or float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8, or uint8 with two int4 in each byte:
             byte i of the D / 2 of a head has dims i (low bits) and i + D / 2 (high bits).
         v_cache: as k_cache, with Dv. Its dtype need not be k_cache's. For MLA, k_cache[..., :512], which is read once;
-            D is at most 576 then (see `attention_mla`), and 512 otherwise.
+            D is at most 576 then (see `attention_mla`), and 512 otherwise. In DeepSeek's fp8 format k_cache is
+            float8_e4m3fn with 656 bytes a token (see `pack_mla`), and k_new has 576 columns.
         lengths: int32 (B,): tokens of each sequence in the cache before this call. Or one int for all.
         k_new: new keys (B, Sn, Hk, D), or packed (Tn, Hk, D). Written into the cache first, in place.
         v_new: new values, as k_new. If v_cache is a view of k_cache (MLA), the same columns of k_new.
@@ -74,7 +75,8 @@ def attention_kv(
         qk_norm: a `tilewise.QkNorm`, applied to k_new and q before `rotary`.
         k_scale: scale of a quantised k_cache: a key is the stored number times k_scale. A number, or a float32 tensor
             of shape (), (Hk,), (B, Hk), or by token and head, (rows or pages, tokens, Hk) as the cache, which is
-            written for new tokens. For int4 also (.., Hk, 2), a scale for each half of the dims. Default 1 for float8.
+            written for new tokens. For int4 also (.., Hk, G), a scale for each of an even number G of groups of D / G
+            dims; the kernels read up to 32 groups. Default 1 for float8.
         v_scale: scale of a quantised v_cache, as k_scale.
         tree: mask among the draft tokens of speculative decoding: tree[b, i, j] is True if query i sees draft j, one of
             the last Sq keys of the sequence. bool (B, Sq, Sq); packed (T, drafts); or an int64 bit mask for each query.
@@ -347,7 +349,7 @@ def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tup
         return None
     plan = options.get("plan")
     k_cache, v_cache = tensors[2:4] if name == "append_kv" else tensors[1:3]
-    shared: Any = name == "attention_kv" and shares_memory(k_cache, v_cache)
+    shared: Any = name != "plan_kv" and shares_memory(k_cache, v_cache)
     if options.get("rotary") is not None or options.get("qk_norm") is not None:
         shared = shared_columns(k_cache, v_cache)
     if type(plan) is not KvPlan:

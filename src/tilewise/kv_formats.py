@@ -5,7 +5,8 @@
     uint8 (int4)                  stored = clamp(round(x / scale), -8, 7), two in a byte
 
 x / scale is computed in float32 and rounded to nearest, ties to even. Byte i of a head in int4 holds dims i (low four
-bits) and i + D / 2 (high four bits), in two's complement. A number read from the cache is stored * scale.
+bits) and i + D / 2 (high four bits), in two's complement. A number read from the cache is stored * scale. A token and
+head may have a scale for each of G groups of D / G dims, for int4 of an even number: no group has dims of both halves.
 
 The cache of multi-head latent attention (MLA) in absorbed form has one row of 512 + 64 numbers for each token. The
 first 512, the latent vector, are also the token's value. DeepSeek's fp8 format has 656 bytes for each token:
@@ -69,6 +70,13 @@ def has_words(cache: Tensor) -> bool:
 def has_token_scales(scale: Tensor | float | None) -> bool:
     """Whether there is a scale for each token and head (and group of dims), which an append computes and writes."""
     return isinstance(scale, Tensor) and scale.dim() >= 3
+
+
+def scale_groups(scale: Tensor | float | None) -> int:
+    """The groups of dims of a token and head that have a scale each; 0 if there is no scale for each token."""
+    if not isinstance(scale, Tensor) or scale.dim() < 3:
+        return 0
+    return int(scale.shape[3]) if scale.dim() == 4 else 1
 
 
 def token_scales(x: Tensor, dtype: torch.dtype, groups: int = 1) -> Tensor:
@@ -154,7 +162,7 @@ def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
     Returns:
         uint8 (.., 656): the latent numbers / scale, rounded to the nearest float8_e4m3fn; the scales, the largest
         magnitude of 128 numbers / 448 (1 where that is 0); the rest in bfloat16. `attention_mla` reads it as it is;
-        `attention_kv`, where uint8 is int4, its `.view(torch.float8_e4m3fn)`.
+        `attention_kv` and `append_kv`, where uint8 is int4, its `.view(torch.float8_e4m3fn)`.
 
     Raises:
         AttentionError: kv does not have 576 columns of floats.
@@ -171,6 +179,13 @@ def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
     stored = quantise(latent, scale, torch.float8_e4m3fn)
     parts = stored, scale, rope.to(torch.bfloat16)
     return torch.cat([x.contiguous().view(torch.uint8) for x in parts], -1)
+
+
+def packed_parts(cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a cache in DeepSeek's fp8 format: the bytes of the latent numbers, their scales, the rest. Tokens lie at
+    multiples of 4 bytes."""
+    stored, scale, rope = cache.view(torch.uint8).split((LATENT, 4 * GROUPS, 2 * ROPE), -1)
+    return stored, scale.view(torch.float32), rope.view(torch.bfloat16)
 
 
 def unpack_latent(tokens: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .errors import AttentionError
-from .kv_formats import has_token_scales, shared_columns
+from .kv_formats import ROPE, has_token_scales, is_deepseek_fp8, shared_columns
 from .request import Request, Spec
 
 UNDIVIDED = 2**30  # keys of a split that is longer than any sequence
@@ -209,7 +209,7 @@ def first_rotated(k: Tensor, v: Tensor, rotary: Rotary | None, norm: QkNorm | No
     if norm is not None:
         raise AttentionError("qk_norm", shared, "None: normalise q, k_new and v_new before the call")
     assert rotary is not None
-    width, rest = 2 * rotary.cos.shape[1], k.shape[-1] - end
+    width, rest = 2 * rotary.cos.shape[1], ROPE if is_deepseek_fp8(k) else k.shape[-1] - end
     if first or width > rest:
         expected = f"a rotary embedding of at most {rest} dims, those after the values; or rotate q and k_new before"
         if first:

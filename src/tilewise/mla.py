@@ -93,7 +93,8 @@ def attention_mla(
     """Multi-head latent attention, absorbed: keys of 576 numbers. Their first 512 are also the values.
 
     New tokens are written before, by `append_kv(new, new[..., :512], cache, cache[..., :512], lengths, ...)`, which can
-    rotate the last 64 numbers of the keys and of q. To write a cache in DeepSeek's fp8 format, see `pack_mla`.
+    rotate the last 64 numbers of the keys and of q. A cache in DeepSeek's fp8 format is given to it as float8_e4m3fn,
+    and new tokens as 576 numbers: it writes the bytes that `pack_mla` returns.
 
     >>> q, cache = torch.randn(2, 1, 16, 576), torch.randn(8, 64, 1, 576)
     >>> table = torch.tensor([[5, 2], [0, 7]], dtype=torch.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -49,6 +51,26 @@ def test_fp8(heads: int, exact: bool, backend: str) -> None:
         out = torch.full((*x.q.shape[:3], 512), torch.nan, dtype=x.q.dtype, device="cuda")
         found = tilewise.attention_mla(x.q, x.cache, x.lengths, **x.options, out=out, return_lse=True, backend=backend)
         compare(found, x.q, x.keys, rounded=hopper and not exact)
+
+
+@pytest.mark.parametrize("slots", [None, [300, -1, 7, 64]], ids=["", "slots"])
+def test_append_fp8(slots: list[int] | None) -> None:
+    """The bytes of `pack_mla`, and the last 64 numbers rotated as in the reference, to a unit in the last place."""
+    torch.manual_seed(0)
+    new = torch.randn(2, 2, 1, 576, device="cuda").bfloat16()
+    table = torch.tensor([[5, 2], [0, 7]], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([63, 3], dtype=torch.int32, device="cuda")
+    at = torch.arange(128, device="cuda")[:, None] / 100 ** (torch.arange(32, device="cuda") / 32)
+    options: dict[str, Any] = {"page_table": table} if slots is None else {"slots": torch.tensor(slots, device="cuda")}
+    for rotary in (None, tilewise.Rotary(at.cos(), at.sin())):
+        caches = torch.full((2, 8, 64, 1, 656), 255, dtype=torch.uint8, device="cuda")
+        for cache, backend in zip(caches.view(torch.float8_e4m3fn), ("triton", "reference"), strict=True):
+            written = {"rotary": rotary, "backend": backend, **options}
+            tilewise.append_kv(new, new[..., :512], cache, cache[..., :512], lengths, **written)
+        ours, theirs = caches
+        assert torch.equal(ours[..., :528], theirs[..., :528])
+        a, b = (x[..., 528:].contiguous().view(torch.bfloat16) for x in caches)
+        assert torch.allclose(a.float(), b.float(), rtol=0 if rotary is None else 2**-7, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["16-bit", "fp8"])

@@ -47,6 +47,16 @@ def test_scales_of_packed_queries(dtype: torch.dtype, kind: str) -> None:
     check(KvCase(LENGTHS, queries=packed, new=packed, page=64, dim=64), (dtype, dtype), (kind, kind), HALF)
 
 
+@pytest.mark.parametrize("kinds", [("group 4", "group 4"), ("group 8", "group 16"), ("token", "group 4")], ids=str)
+def test_many_groups(kinds: tuple[str, str]) -> None:
+    """Groups of 64 to 8 dims; one query, several, many."""
+    check(KvCase(LENGTHS, new=1, dim=128, heads=8), (INT4, INT4), kinds)
+    check(KvCase(LENGTHS, queries=3, new=3, page=0, dim=256), (INT4, INT4), kinds, HALF)
+    packed = (70, 1, 0, 1, 9)
+    check(KvCase(LENGTHS, queries=packed, new=packed, page=64, dim=96, dim_v=48), (INT4, INT4), ("group 6", "group 4"))
+    check(KvCase(LENGTHS, new=1, page=3, dim=128), (INT4, INT4), kinds, torch.float32)
+
+
 def finest(dtype: torch.dtype) -> tuple[str, str]:
     """The finest kinds of scales that a format of the cache has."""
     return ("group", "group") if dtype == INT4 else ("token", "token")

@@ -10,17 +10,18 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ..errors import AttentionError, shown
-from ..kv_formats import LATENT, WIDTH, head_dim, is_deepseek_fp8, shares_memory
+from ..kv_formats import WIDTH, head_dim, is_deepseek_fp8
 from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, SharedPrefix, first_rotated
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..options import OTHER_KV_LIBRARIES, KvOptions, kv_defaults, unknown
-from ..request import MAX_HEAD_DIM, has_address
+from ..request import MAX_HEAD_DIM
 from ..torch_internals import forward_mode_level, is_vmapped
 from .dense import DTYPES, options_of, request_of, resolved, tensor
 from .kv_rotary import checked_rotary, integers
 from .kv_scales import (
     check_cache_dtype,
+    check_deepseek_fp8,
     check_new_dtype,
     check_shared_scales,
     check_written_scale,
@@ -45,6 +46,8 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
     """The request of `attention_kv`, without its new tokens."""
     q, k, v = resolved(q), resolved(k), resolved(v)
     _check_caches(q, k, v)
+    if is_deepseek_fp8(k):
+        check_deepseek_fp8(k, v, options["k_scale"], options["v_scale"])
     _check_untransformed("a call with a KV cache", q, k, v)
     if (options["k_new"] is None) != (options["v_new"] is None):
         missing = "k_new" if options["k_new"] is None else "v_new"
@@ -73,10 +76,6 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
     _check_untransformed("a score term of a call with a KV cache", *terms)
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
     scales = [checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v))]
-    if is_deepseek_fp8(k) and q.shape[-1] == WIDTH and scales != [None, None]:
-        raise AttentionError(
-            "k_scale and v_scale", "given", f"None: the {k.shape[-1]} bytes of a token have its scales"
-        )
     most = q.shape[1] if cu_q is None else int(most or 0)
     shared = _prefix(options["shared_prefix"], places)
     return KvRequest(dense, places, tree, _split(options["split"]), most, scales[0], scales[1], shared)
@@ -125,6 +124,8 @@ def append_request(
     if rotary is None and norm is None:
         q = None
     given: Any = options
+    if is_deepseek_fp8(k):
+        check_deepseek_fp8(k, v, given["k_scale"], given["v_scale"])
     k_scale, v_scale = (checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v)))
     check_written_scale("k_scale", k_scale)
     check_written_scale("v_scale", v_scale)
@@ -225,9 +226,7 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, d, most in (("q", q.shape[-1], WIDTH), ("v_cache", head_dim(v), MAX_HEAD_DIM)):
         if not 1 <= d <= most:
             raise AttentionError(f"head dim of {name}", d, f"1 to {most}")
-    if is_deepseek_fp8(k) and q.shape[-1] == WIDTH:
-        _check_deepseek_fp8(k, v)
-    elif head_dim(k) != q.shape[-1]:
+    if not (is_deepseek_fp8(k) and q.shape[-1] == WIDTH) and head_dim(k) != q.shape[-1]:
         raise AttentionError("head dim of k_cache", head_dim(k), f"q's {q.shape[-1]}")
     if k.shape[:3] != v.shape[:3]:
         raise AttentionError("shape of v_cache", tuple(v.shape), f"k_cache's {tuple(k.shape)} up to the head dim")
@@ -238,16 +237,6 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if k.shape[1] == 0 and k.shape[0]:
         raise AttentionError("tokens of a page", 0, "at least 1")
-
-
-def _check_deepseek_fp8(k: Tensor, v: Tensor) -> None:
-    """Raises AttentionError if the values are not the latent vectors of a cache in DeepSeek's fp8 format."""
-    is_view = not has_address(k) or shares_memory(k, v)
-    if v.shape[-1] != LATENT or v.dtype != k.dtype or not is_view:
-        expected = (
-            f"k_cache[..., :{LATENT}]: the values of a cache with {k.shape[-1]} bytes a token are part of its keys"
-        )
-        raise AttentionError("v_cache", f"{v.dtype} {tuple(v.shape)}", expected)
 
 
 def _check_untransformed(whose: str, *tensors: Tensor) -> None:

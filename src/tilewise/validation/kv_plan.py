@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError
-from ..kv_formats import has_token_scales
+from ..kv_formats import scale_groups
 from ..kv_request import KV_TILE, KvPlan, KvRequest
 
 # The names of the numbers that `shape_of` returns, after the axes of q.
@@ -19,7 +19,8 @@ NAMES = (
     *("dtype of q", "dtype of k_cache", "dtype of v_cache", "device of q"),
     *("keys before a query in the window", "keys after a query in the window", "backend=", "split", "max_seqlen_q"),
     *(KV_TILE, "cu_seqlens_q given", "cu_seqlens_new given", "starts given", "token_table given"),
-    *("k_scale by token", "v_scale by token", "keys that the cache or page table can hold", "new tokens of a sequence"),
+    *("groups of k_scale by token", "groups of v_scale by token"),
+    *("keys that the cache or page table can hold", "new tokens of a sequence"),
     *("shared_prefix given", "mask_mod", "score_mod", "return_max_logit"),
     *("k_scale by sequence", "v_scale by sequence"),
 )
@@ -31,7 +32,7 @@ def shape_of(request: KvRequest) -> tuple[Any, ...]:
     tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, k.dtype, v.dtype, q.device
     options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
     present = request.dense.cu_q is not None, places.cu_new is not None, places.starts is not None, places.by_token
-    scales = has_token_scales(request.k_scale), has_token_scales(request.v_scale)
+    scales = scale_groups(request.k_scale), scale_groups(request.v_scale)
     own = *tensors, *options, *present, *scales, places.capacity(k), places.new, request.shared_prefix is not None
     if request.shared_prefix is None:
         return own

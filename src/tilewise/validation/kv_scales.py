@@ -9,8 +9,20 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError, shown
-from ..kv_formats import BYTES, FORMATS, LATENT, WIDTH, format_of, has_token_scales, head_dim, shared_columns
+from ..kv_formats import (
+    BYTES,
+    FORMATS,
+    LATENT,
+    WIDTH,
+    format_of,
+    has_token_scales,
+    head_dim,
+    is_deepseek_fp8,
+    shared_columns,
+    shares_memory,
+)
 from ..kv_request import QkNorm, Scale
+from ..request import has_address
 from .dense import DTYPES, resolved, tensor
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -51,10 +63,13 @@ def checked_scale(name: str, scale: Any, cache: Tensor, batch: int) -> Scale:
     heads = cache.shape[2]
     shapes = [(), (heads,), (batch, heads), tuple(cache.shape[:3])]
     names = ["()", f"({heads},) by head", f"({batch}, {heads}) by sequence and head", f"{shapes[3]} by token and head"]
+    by_group = False
     if found.bits == 4:
-        shapes.append((*cache.shape[:3], 2))
-        names.append(f"{shapes[4]} by token, head and half of the dims")
-    if tuple(scale.shape) not in shapes:
+        dim, (*axes, groups) = head_dim(cache), scale.shape or (0,)
+        by_group = tuple(axes) == shapes[3] and groups > 0 and groups % 2 == 0 and dim % groups == 0
+        named = ", ".join(map(str, shapes[3]))
+        names.append(f"({named}, G) by token, head and group of dims, of an even number G that divides {dim}")
+    if tuple(scale.shape) not in shapes and not by_group:
         raise AttentionError(f"shape of {name}", tuple(scale.shape), " or ".join(names))
     found_scale: Scale = scale
     return found_scale
@@ -66,6 +81,17 @@ def check_written_scale(name: str, scale: Scale) -> None:
         return
     if any(step == 0 and n > 1 for step, n in zip(scale.stride(), scale.shape, strict=True)):
         raise AttentionError(f"strides of {name}", scale.stride(), "distinct memory for each element")
+
+
+def check_deepseek_fp8(k: Tensor, v: Tensor, k_scale: Any, v_scale: Any) -> None:
+    """Raises AttentionError if the values of a cache in DeepSeek's fp8 format are not its latent vectors, or if it is
+    given with scales."""
+    elsewhere = not torch.compiler.is_compiling() and has_address(k) and not shares_memory(k, v)
+    if v.shape[-1] != LATENT or v.dtype != k.dtype or elsewhere:
+        expected = f"k_cache[..., :{LATENT}]: the values of a cache with {BYTES} bytes a token are part of its keys"
+        raise AttentionError("v_cache", f"{v.dtype} {tuple(v.shape)}", expected)
+    if k_scale is not None or v_scale is not None:
+        raise AttentionError("k_scale and v_scale", "given", f"None: the {BYTES} bytes of a token have its scales")
 
 
 def check_shared_scales(k: Tensor, v: Tensor, k_scale: Scale, v_scale: Scale) -> None:
@@ -84,11 +110,12 @@ def check_new_dtype(name: str, x: Tensor, cache: Tensor) -> None:
     check_cache_dtype(name[0] + "_cache", cache, x.dtype, f"{name}'s")
     if x.device != cache.device:
         raise AttentionError(f"device of {name}", x.device, f"{cache.device}, as the other tensors")
-    if cache.shape[-1] == BYTES and cache.element_size() == 1 and x.shape[-1] in (WIDTH, LATENT):
-        expected = f"a cache of {WIDTH} numbers a token; write tilewise.pack_mla(k_new) into this one yourself"
-        raise AttentionError(name, f"new tokens for a cache of {BYTES} bytes a token (DeepSeek's fp8 format)", expected)
-    if x.shape[-2:] != (cache.shape[-2], head_dim(cache)):
-        expected = f"the cache's {(cache.shape[-2], head_dim(cache))}"
+    if cache.shape[-1] == BYTES and cache.dtype == torch.uint8:
+        expected = f"its .view({torch.float8_e4m3fn}), which is DeepSeek's fp8 format: uint8 is int4 here"
+        raise AttentionError(f"{name[0]}_cache", f"torch.uint8 with {BYTES} bytes a token", expected)
+    dim = WIDTH if is_deepseek_fp8(cache) else head_dim(cache)
+    if x.shape[-2:] != (cache.shape[-2], dim):
+        expected = f"the cache's {(cache.shape[-2], dim)}"
         raise AttentionError(f"heads and dim of {name}", tuple(x.shape[-2:]), expected)
 
 

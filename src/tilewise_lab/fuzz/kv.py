@@ -152,7 +152,7 @@ def _store(r: random.Random, dim: int) -> tuple[str, str]:
     name = r.choice(["float16", "bfloat16", *(n for n in stored.LARGEST if n != "uint8" or dim % 4 == 0)])
     if name not in stored.LARGEST:
         return name, ""
-    kinds = [kind for kind in stored.KINDS if kind != "group" or name == "uint8"]
+    kinds = [kind for kind in stored.KINDS if (n := stored.groups_of(kind)) < 2 or (name == "uint8" and dim % n == 0)]
     return name, r.choice([*kinds, ""] if name.startswith("float") else kinds)
 
 
@@ -257,13 +257,14 @@ def _scales(case: KvCase, dead: str) -> tuple[dict[str, str], list[str]]:
         lines.append(f"{name}_cache = {name}_cache.view(torch.{store})")
         size = 2.0 / stored.LARGEST[store]
         shapes = {"scalar": (), "head": (heads,), "batch": (len(case.lengths), heads), "token": (rows, page, heads)}
-        shapes["group"] = (rows, page, heads, 2)
+        groups = stored.groups_of(kind)
         if kind == "number":
             args[f"{name}_scale"] = repr(size)
         elif kind:
             args[f"{name}_scale"] = f"{name}_scale"
-            lines.append(f"{name}_scale = (torch.rand({shapes[kind]}) + 0.5) * {size!r}")
-            if kind in ("token", "group") and dead:
+            shape = (rows, page, heads, groups) if groups > 1 else shapes[kind]
+            lines.append(f"{name}_scale = (torch.rand({shape}) + 0.5) * {size!r}")
+            if groups and dead:
                 lines.append(f"{name}_scale{dead} = float('nan')")
             lines.append(f"before_{name}_scale = {name}_scale.clone()")
     return args, lines

@@ -108,8 +108,7 @@ class _Cache:
         if self.store not in stored.LARGEST:
             self.data[place] = x
             return
-        if self.kind in ("token", "group"):
-            groups = 2 if self.kind == "group" else 1
+        if groups := stored.groups_of(self.kind):
             self.scale[place] = stored.token_scale(x, self.store, groups).view_as(self.scale[place])
         scale = stored.scale_at(self.scale, b, place, self.data.device)
         self.data.view(torch.uint8)[place] = stored.pack(x, self.store, scale)

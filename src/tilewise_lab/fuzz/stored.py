@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "uint8": 7.0}  # uint8: two int4
-KINDS = ("number", "scalar", "head", "batch", "token", "group")  # of scales; group: int4 alone
+# of scales; group: int4 alone, with 2 groups of dims or as many as named
+KINDS = ("number", "scalar", "head", "batch", "token", "group", "group 4", "group 8")
+
+
+def groups_of(kind: str) -> int:
+    """Scales of a token and head; 0 if it has none of its own."""
+    name, _, count = kind.partition(" ")
+    return {"token": 1, "group": int(count or 2)}.get(name, 0)
 
 
 @cache

@@ -20,6 +20,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 import tilewise
+from tilewise.backends.common.kv import append_launches
 from tilewise.backends.common.kv import launches as kv_launch
 from tilewise.backends.common.kv import partition as partitions
 from tilewise.backends.common.kv import prefix_launches as prefix_launch
@@ -67,7 +68,8 @@ def launch_of(
         for d, name in zip((dim, dv), stored or [dtype] * 2, strict=True)
     )
     for name, x in (("k_scale", k), ("v_scale", v)):
-        shapes: Any = {"tensor": (), "head": (kv_heads,), "token": x.shape[:3], "group": (*x.shape[:3], 2)}
+        shapes: Any = {"tensor": (), "head": (kv_heads,), "token": x.shape[:3]}
+        shapes |= {f"group{n}": (*x.shape[:3], int(n or 2)) for n in ("", "4", "8")}
         if scale is not None and x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             options[name] = torch.ones(shapes[scale])
     if page:
@@ -100,7 +102,7 @@ def launch_of(
                 asked["qk_norm"] = tilewise.QkNorm(torch.ones(dim), torch.ones(dim))
             places = checks.places_of(new[0], k, lengths, asked)
             request = checks.append_request(*new, k, v, places, q, asked)
-            return kv_launch.append_launch(with_rotated(request, DeviceMemory(torch.device("cpu"))), gpu)
+            return append_launches.append_launch(with_rotated(request, DeviceMemory(torch.device("cpu"))), gpu)
         request = checks.attend_request(q, k, v, lengths, kv_options(options))
         target, memory = Target(gpu, 132), DeviceMemory(torch.device("cpu"))
         if prefix:

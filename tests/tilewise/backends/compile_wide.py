@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.common.kv import launches as kv
+from tilewise.backends.common.kv.append_launches import append_launch
 from tilewise.backends.common.launch import DeviceMemory, Launch, Target
 from tilewise.backends.common.offline import binary_for
 from tilewise.backends.triton.offline import offline_launches
@@ -40,7 +41,7 @@ def kv_launches() -> dict[str, Launch]:
     call = KvCall(request, None, *buffers, wide(4, 1, 4, 128), meta(4, 4, 1, dtype=torch.float32))
     attend, *_, combine = kv.attend_launches(call, target, memory)
     new = AppendRequest(wide(4, 1, 2, 128), wide(4, 1, 2, 128), k, v, places)
-    return {"decode": attend, "combine": combine, "append": kv.append_launch(new, SM_90)}
+    return {"decode": attend, "combine": combine, "append": append_launch(new, SM_90)}
 
 
 def dense_launches() -> dict[str, Launch]:

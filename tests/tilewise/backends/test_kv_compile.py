@@ -26,6 +26,7 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"kernel": "attend", "stored": INT8, "scale": "token"},
     {"kernel": "attend", "stored": INT4, "scale": "group"},
     {"kernel": "append", "stored": INT4, "scale": "group", "norm": True},
+    {"kernel": "attend", "stored": INT4, "scale": "group4"},
     *({"kernel": kernel, "prefix": "auto"} for kernel in ("prefix", "attend", "common", "groups")),
 )
 MORE: tuple[dict[str, Any], ...] = (  # where it is measured
@@ -33,6 +34,8 @@ MORE: tuple[dict[str, Any], ...] = (  # where it is measured
     {"kernel": "attend", "queries": 8, "term": "tree"},
     {"kernel": "attend", "queries": 100, "packed": True, "term": "softcap"},
     {"kernel": "attend", "split": 4096},
+    {"kernel": "append", "stored": INT4, "scale": "group4"},
+    *({"kernel": "attend", "stored": INT4, "scale": "group4", "queries": n} for n in (8, 16)),
     {"kernel": "attend", "dim": 512},
     *({"kernel": "attend", "queries": 16, "stored": x, "scale": "token"} for x in (E4M3, INT8, INT4)),
     *({"kernel": "attend", "dim": dim, "stored": E4M3, "scale": "token"} for dim in (64, 256, 512)),

@@ -108,9 +108,97 @@ def test_one_scale() -> None:
     assert torch.equal(cache[0, 1], (new[0, 0] / 0.1).round().to(torch.int8))
 
 
-def test_deepseek_fp8() -> None:
+def fp8_cache(*shape: int) -> Tensor:
+    """A cache in DeepSeek's fp8 format, full of bytes that are no numbers."""
+    return torch.full((*shape, 1, 656), 255, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_deepseek_fp8(dtype: torch.dtype, backend: str) -> None:
+    """The bytes of `pack_mla`, of numbers of any size, and no others: dense, by rows; in pages; at slots."""
+    torch.manual_seed(0)
+    new = (torch.randn(2, 3, 1, 576) * torch.tensor([1e-4, 1.0, 300.0])[:, None, None]).to(dtype)
+    new[0, 1, 0, 128:256] = 0
+    lengths, slots = torch.tensor([1, 6], dtype=I32), torch.tensor([30, -1, 3, 7, 8, 200])
+    table = torch.tensor([[4, 1, 7], [0, 5, 2]], dtype=I32)
+    rows = torch.tensor([2, 0], dtype=I32)
+    dense: list[Any] = [(2, 1), (2, 2), (2, 3), (0, 6), (0, 7), None]  # the last token does not fit
+    paged = [(int(table[b, j // 3]), j % 3) for b, n in enumerate((1, 6)) for j in range(n, n + 3)]
+    named = [(7, 2), None, (0, 3), (1, 3), (2, 0), None]
+    for places, options, shape in (
+        (dense, {"cache_rows": rows}, (3, 8)),
+        (paged, {"page_table": table}, (9, 3)),
+        (named, {"slots": slots}, (9, 4)),
+    ):
+        cache = fp8_cache(*shape)
+        wanted = cache.clone().view(torch.uint8)
+        for place, token in zip(places, new.flatten(0, 1), strict=True):
+            if place is not None:
+                wanted[place] = pack_mla(token)
+        append_kv(new, new[..., :512], cache, cache[..., :512], lengths, backend=backend, **options)
+        assert torch.equal(cache.view(torch.uint8), wanted)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_deepseek_fp8_rotated_and_read(interleaved: bool, backend: str) -> None:
+    """Packed queries; tokens 656 and 672 bytes apart."""
+    torch.manual_seed(0)
+    new, q = torch.randn(4, 1, 576).bfloat16(), torch.randn(4, 2, 576).bfloat16()
+    lengths, cu = torch.tensor([1, 5], dtype=I32), torch.tensor([0, 3, 4], dtype=I32)
+    rotary, at = Rotary(*angles(64), interleaved), torch.tensor([1, 2, 3, 5])
+    cache = torch.zeros(2, 8, 1, 672 if interleaved else 656, dtype=torch.uint8)[..., :656]
+    cache.copy_(pack_mla(torch.randn(2, 8, 1, 576)))
+    wanted, exact = cache.clone(), rotated(new[..., 512:], at, *angles(64), interleaved).float()
+    packed = pack_mla(torch.cat([new[..., :512].float(), exact], -1))
+    wanted[0, 1:4], wanted[1, 5] = packed[:3], packed[3]
+    k = cache.view(torch.float8_e4m3fn)
+    options: Any = {"cu_seqlens_q": cu, "k_new": new, "v_new": new[..., :512], "rotary": rotary, "backend": backend}
+    out = attention_kv(q, k, k[..., :512], lengths, **options)
+    assert torch.equal(cache[..., :528], wanted[..., :528])
+    rest, other = (x[..., 528:].contiguous().view(torch.bfloat16).double() for x in (cache, wanted))
+    torch.testing.assert_close(rest, other, rtol=2**-7, atol=1e-6)  # one unit in the last place
+    q_rotated = torch.cat([q[..., :512].double(), rotated(q[..., 512:], at, *angles(64), interleaved)], -1).bfloat16()
+    totals = torch.tensor([4, 6], dtype=I32)
+    alone = attention_kv(q_rotated, k, k[..., :512], totals, cu_seqlens_q=cu, backend="reference")
+    torch.testing.assert_close(out, alone, atol=2e-2, rtol=2e-2)
+
+
+def test_deepseek_fp8_traced(backend: str) -> None:
+    new, q, lengths = torch.randn(2, 1, 1, 576), torch.randn(2, 1, 2, 576), torch.tensor([1, 5], dtype=I32)
     cache = pack_mla(torch.randn(2, 8, 1, 576)).view(torch.float8_e4m3fn)
-    new, lengths = torch.randn(2, 1, 1, 576), torch.tensor([1, 5], dtype=I32)
-    for k in (cache, cache.view(torch.uint8)):
-        with pytest.raises(AttentionError, match=r"k_new: found new tokens for a cache of 656 bytes .*pack_mla"):
-            append_kv(new, new[..., :512], k, k[..., :512], lengths, k_scale=1.0, v_scale=1.0)
+    rotary, other = Rotary(*angles(64)), cache.clone()
+
+    def step(k: Tensor) -> Tensor:
+        options: Any = {"k_new": new, "v_new": new[..., :512], "rotary": rotary, "backend": backend}
+        return attention_kv(q, k, k[..., :512], lengths, **options)  # type: ignore[no-any-return]
+
+    out = step(cache)
+    torch.testing.assert_close(torch.compile(step, backend="eager", fullgraph=True)(other), out)
+    assert torch.equal(other.view(torch.uint8), cache.view(torch.uint8))
+
+
+def test_wrong_deepseek_fp8() -> None:
+    cache, lengths, new = fp8_cache(2, 8), torch.tensor([1, 5], dtype=I32), torch.randn(2, 1, 1, 576)
+    v, v_new, raw = cache[..., :512], new[..., :512], cache.view(torch.uint8)
+    ones = torch.ones(576)
+    for args, options, match in (
+        ((new, v_new, raw, raw[..., :512]), {}, r"k_cache: found torch.uint8 with 656 bytes .*view\("),
+        ((new, v_new, cache, v.clone()), {}, r"v_cache: .*expected k_cache\[..., :512\]"),
+        ((new, v_new, cache, v), {"k_scale": 1.0}, "k_scale and v_scale: found given; expected None"),
+        ((new[..., :512], v_new, cache, v), {}, r"heads and dim of k_new: found \(1, 512\); expected .*\(1, 576\)"),
+        ((new, new[..., :64], cache, v), {}, r"heads and dim of v_new: found \(1, 64\); expected .*\(1, 512\)"),
+        ((new, v_new, cache, v), {"rotary": Rotary(*angles(128))}, "at most 64 dims"),
+        ((new, v_new, cache, v), {"qk_norm": QkNorm(ones, ones)}, "qk_norm"),
+    ):
+        with pytest.raises(AttentionError, match=match):
+            append_kv(*args, lengths, **options)
+
+
+def test_deepseek_fp8_at_odd_addresses(triton_runs: None) -> None:
+    """The kernel writes float32 scales at multiples of 4 bytes; the reference writes anywhere."""
+    room = torch.zeros(2, 8, 1, 658, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    cache, lengths, new = room[..., :656], torch.tensor([1, 5], dtype=I32), torch.randn(2, 1, 1, 576)
+    with pytest.raises(AttentionError, match="multiples of 4 bytes"):
+        append_kv(new, new[..., :512], cache, cache[..., :512], lengths, backend="triton")
+    append_kv(new, new[..., :512], cache, cache[..., :512], lengths, backend="reference")
+    assert torch.equal(cache[1, 5].view(torch.uint8), pack_mla(new[1, 0]))

@@ -50,6 +50,53 @@ def test_tiles_of_8_rows(dtype: torch.dtype, kind: str, triton_runs: None, monke
     check(BASE.but(dim=24, dim_v=40), (dtype, dtype), (kind, kind), "triton", BRAIN)
 
 
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [
+        (BASE.but(dim=64, new=1), ("group 4", "group 8")),
+        (BASE.but(dim=48, dim_v=24, page=0, queries=(3, 1, 0, 11), new=(3, 1, 0, 2)), ("group 6", "group 4")),
+        (BASE.but(dim=16, page=3, layout="interleaved", queries=2, new=2), ("group 8", "token")),
+        (BASE.but(dim=8, dim_v=64, page=1, csr=True), ("head", "group 16")),
+    ],
+    ids=str,
+)
+def test_many_groups_of_dims(case: KvCase, kinds: tuple[str, str], backend: str) -> None:
+    for dtype, options in ((BRAIN, {}), (torch.float32, {"window": (6, 0)})):
+        check(case, (INT4, INT4), kinds, backend, dtype, **options)
+
+
+def test_tiles_of_many_groups(triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 rows, whose products have keys as their rows; divided sequences; fixed splits; the repair of nan."""
+    kinds = ("group 4", "group 6")
+    x, _ = quantised(inputs(KvCase((200, 40, 290), dim=64, dim_v=48), BRAIN), (INT4, INT4), kinds)
+    for options in ({"split": 128}, {}):
+        found = tilewise.attention_kv(
+            x.q, x.k, x.v, x.lengths, **x.options, **options, return_lse=True, backend="triton"
+        )
+        compare(found, x)
+    monkeypatch.setattr(partition, "INTERPRETER", partition.KvTile(8, 16, 4, 1, 1))
+    check(BASE.but(dim=64, dim_v=48, new=1), (INT4, INT4), kinds, "triton", BRAIN)
+    case = KvCase((9, 3), queries=4, new=4, dim=16, heads=2, kv_heads=1, page=8)
+    x, y = (quantised(inputs(case, BRAIN), (INT4, INT4), ("group 4", "group 8"))[0] for _ in range(2))
+    clean = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="triton")
+    for name in ("k_new", "v_new"):
+        y.options[name][:, 2, :, 15] = torch.nan
+    out = tilewise.attention_kv(y.q, y.k, y.v, y.lengths, **y.options, backend="triton")
+    assert torch.equal(out[:, :2], clean[:, :2])
+    assert not out[:, 2:].isfinite().all(-1).any()
+
+
+def test_a_shared_prefix_of_many_groups(triton_runs: None) -> None:
+    x, _ = quantised(inputs(KvCase((40, 37), dim=32, page=8), BRAIN), (INT4, INT4), ("group 4", "group 4"))
+    table = x.options["page_table"]
+    for j in range(3):  # the first 24 keys of both
+        table[1, j] = table[0, j]
+    x.keys[1][:24], x.values[1][:24] = x.keys[0][:24], x.values[0][:24]
+    shared = torch.tensor([0, 24], dtype=torch.int32)
+    options = x.options | {"shared_prefix": shared, "return_lse": True, "backend": "triton"}
+    compare(tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **options), x)
+
+
 @pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
 @pytest.mark.parametrize("rows", [8, 16])
 def test_sums_of_integers(rows: int, dtype: torch.dtype, triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,9 @@ def words(dtype: torch.dtype = INT8, **more: Any) -> dict[str, Any]:
         ({"v_scale": torch.ones(3, 2)}, r"shape of v_scale: found \(3, 2\)"),
         ({"v_scale": torch.ones(3, 4, 1)}, r"expected .*\(3, 4, 2\) by token and head"),
         ({"v_scale": torch.ones(3, 4, 2, 2)}, "shape of v_scale"),
+        (words(INT4, k_scale=torch.ones(3, 4, 2, 3)), r"shape of k_scale: .*\(3, 4, 2, G\).* even number G .* 16"),
+        (words(INT4, k_scale=torch.ones(3, 4, 2, 6)), r"shape of k_scale: found \(3, 4, 2, 6\)"),
+        (words(INT4, k_scale=torch.ones(3, 4, 2, 0)), r"shape of k_scale: found \(3, 4, 2, 0\)"),
         ({"v_scale": torch.ones(2, device="meta")}, "device of v_scale: found meta; expected cpu.*a Python float"),
         ({"v_scale": torch.ones(2, requires_grad=True)}, "requires_grad"),
         ({"k_cache": torch.zeros(3, 4, 2, 16)}, "k_scale: found 0.1; expected None: k_cache has torch.float32"),
@@ -93,6 +96,22 @@ def test_a_plan_is_for_its_formats() -> None:
     tilewise.attention_kv(**found, plan=plan)
     with pytest.raises(tilewise.AttentionError, match="plan"):
         tilewise.attention_kv(**words(E4M3), plan=plan)
+
+
+def test_a_plan_is_for_its_groups() -> None:
+    found = words(INT4, k_scale=torch.ones(3, 4, 2, 4))
+    plan = tilewise.plan_kv(**found)
+    tilewise.attention_kv(**found, plan=plan)
+    with pytest.raises(tilewise.AttentionError, match=r"groups of k_scale by token 4; expected .* 2, as in this call"):
+        tilewise.attention_kv(**words(INT4, k_scale=torch.ones(3, 4, 2, 2)), plan=plan)
+
+
+def test_groups_that_kernels_lack(triton_runs: None) -> None:
+    """Of one dim each."""
+    found = words(INT4, k_scale=torch.ones(3, 4, 2, 16))
+    tilewise.attention_kv(**found)
+    with pytest.raises(tilewise.AttentionError, match="k_cache with 16 groups of 1 dims"):
+        tilewise.attention_kv(**found, backend="triton")
 
 
 def test_a_kernel_that_lacks_a_format() -> None:

@@ -15,7 +15,9 @@ from tilewise.kv_formats import (
     format_of,
     head_dim,
     is_deepseek_fp8,
+    pack_mla,
     quantise,
+    scale_groups,
     token_scales,
     unpack_latent,
 )
@@ -173,8 +175,11 @@ def append(request: AppendRequest) -> Tensor | None:
         fits = (slots >= 0) & (row < k.shape[0])
     fits &= new.exists
     where = row[fits], offset[fits]
-    store(k, k_new[fits], request.k_scale, new.b[fits], where)
-    store(v, v_new[fits], request.v_scale, new.b[fits], where)
+    if is_deepseek_fp8(k):
+        k.view(torch.uint8)[where] = pack_mla(k_new[fits])
+    else:
+        store(k, k_new[fits], request.k_scale, new.b[fits], where)
+        store(v, v_new[fits], request.v_scale, new.b[fits], where)
     if request.q is None:
         return None
     rotated = request.q
@@ -191,9 +196,8 @@ def store(cache: Tensor, x: Tensor, scale: Scale, b: Tensor, at: tuple[Tensor, T
     if format_of(cache) is None:
         cache[at] = x.to(cache.dtype)
         return
-    if isinstance(scale, Tensor) and scale.dim() >= 3:
-        groups = scale.shape[3] if scale.dim() == 4 else 1
-        scale[at] = token_scales(x, cache.dtype, groups).view(-1, *scale.shape[2:])
+    if isinstance(scale, Tensor) and scale_groups(scale):
+        scale[at] = token_scales(x, cache.dtype, scale_groups(scale)).view(-1, *scale.shape[2:])
     stored = quantise(x, scale_at(scale, b, at, cache), cache.dtype)
     cache.view(torch.uint8)[at] = stored.view(torch.uint8)
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kv_formats import format_of, has_words, is_deepseek_fp8, is_latent
+from ...kv_formats import format_of, has_words, head_dim, is_deepseek_fp8, is_latent, scale_groups
 from ...request import MAX_HEAD_DIM, Gpu, Request, has_triton
 
 AMD = ("gfx942", "gfx950")
+MAX_SCALE_GROUPS = 32  # of dims of a head: a pair of groups is a tile of its own, of at least 64 columns
 
 
 def unsupported(request: Request, gpu: Gpu | None) -> str | None:
@@ -51,10 +52,16 @@ def unsupported_cache(request: Any) -> str | None:
         return unsupported_latent(request.k, request.v)
     if places is not None and places.by_token:
         return f"a token table with head dim {request.q.shape[-1]}, of more than {MAX_HEAD_DIM} (MLA)"
+    if is_deepseek_fp8(request.k):  # an append
+        return unsupported_latent(request.k, request.v)
     for name, x in (("k_cache", request.k), ("v_cache", request.v)):
         found = format_of(x)
         if found is not None and found.bits == 4 and not has_words(x):
             return f"{name} in int4 whose bytes are not contiguous pairs: head dims are multiples of 4 with stride 1"
+        groups = 0 if places is None else scale_groups(getattr(request, f"{name[0]}_scale"))
+        if groups > MAX_SCALE_GROUPS or (groups > 2 and head_dim(x) // groups % 2):
+            dims = f"{groups} groups of {head_dim(x) // groups} dims"
+            return f"{name} with {dims}, of at most {MAX_SCALE_GROUPS} groups of an even number of dims"
     return None
 
 

@@ -99,14 +99,16 @@ class Slot(NamedTuple):
 
 
 class CacheFormat(NamedTuple):
-    """What K or V is written as: the format, None for a float; the groups of dims with a scale of their own, 1 or 2;
-    SCALE as in `Stored`; the largest number, to which a token's scale maps its largest magnitude; the head dim, and
-    that padded."""
+    """What K or V is written as: the format, None for a float; the groups of dims with a scale of their own, as in
+    `Stored`, and the dims of a group padded; SCALE as in `Stored`; the largest number, to which a token's scale maps
+    its largest magnitude; the first dim of a new token that is written; the head dim, and that padded."""
 
     FORMAT: str | None
     GROUPS: int
+    BLOCK_GROUP: int
     SCALE: str | None
     LARGEST: float
+    FIRST: int
     D: int
     BLOCK_D: int
 
@@ -124,7 +126,8 @@ class CacheSizes(NamedTuple):
 class AppendConfig(NamedTuple):
     """KV heads, query heads; head dim of queries, and that padded; heads of a tile; half the dims that are rotated;
     whether neighbouring dims form a pair; the first dim that is rotated; sequences that are searched at once; formats
-    of the cache; whether the launch overlaps the one before."""
+    of the cache; whether it is DeepSeek's fp8 format, of which K is the latent numbers and V the rest of the key;
+    whether the launch overlaps the one before."""
 
     KV_HEADS: int
     HEADS: int
@@ -137,6 +140,7 @@ class AppendConfig(NamedTuple):
     BLOCK_BATCH: int
     K: CacheFormat
     V: CacheFormat
+    PACKED: bool
     OVERLAP: bool
 
 
@@ -284,30 +288,40 @@ def write_heads(x, h, cache, scale, slot, CACHE: tl.constexpr, CONFIG: tl.conste
     exists = h < CONFIG.KV_HEADS
     D: tl.constexpr = CACHE.D
     BLOCK_D: tl.constexpr = CACHE.BLOCK_D
-    if CACHE.FORMAT == "int4":
+    if CACHE.FORMAT == "int4" and CACHE.GROUPS > 1:
+        GROUP: tl.constexpr = D // CACHE.GROUPS
+        HALF: tl.constexpr = CACHE.GROUPS // 2
+        i = tl.arange(0, CACHE.BLOCK_GROUP)[None, :]
+        mask = exists & (i < GROUP)
+        for n in tl.static_range(HALF):
+            d = n * GROUP + i
+            lower = apply_rotary(x, h, d, mask, CONFIG).to(tl.float32)
+            upper = apply_rotary(x, h, d + D // 2, mask, CONFIG).to(tl.float32)
+            lower = quantised(lower, stored_scale(scale, lower, slot, h, exists, n, CACHE), CACHE)
+            upper = quantised(upper, stored_scale(scale, upper, slot, h, exists, HALF + n, CACHE), CACHE)
+            store_heads(cache, p, lower | (upper << 4), h, d, mask)
+    elif CACHE.FORMAT == "int4":
         d = tl.arange(0, BLOCK_D // 2)[None, :]
         mask = exists & (d < D // 2)
         lower = apply_rotary(x, h, d, mask, CONFIG).to(tl.float32)
         upper = apply_rotary(x, h, d + D // 2, mask, CONFIG).to(tl.float32)
-        if CACHE.GROUPS == 2:
-            lower = quantised(lower, stored_scale(scale, lower, slot, h, exists, 0, CACHE), CACHE)
-            upper = quantised(upper, stored_scale(scale, upper, slot, h, exists, 1, CACHE), CACHE)
-        else:
-            # a nan of either half, else the larger magnitude
-            most = tl.where(lower != lower, lower, tl.where(tl.abs(upper) > tl.abs(lower), upper, lower))
-            most = tl.where(upper != upper, upper, most)
-            found = stored_scale(scale, most, slot, h, exists, 0, CACHE)
-            lower = quantised(lower, found, CACHE)
-            upper = quantised(upper, found, CACHE)
-        store_heads(cache, p, lower | (upper << 4), h, d, mask)
+        # a nan of either half, else the larger magnitude
+        most = tl.where(lower != lower, lower, tl.where(tl.abs(upper) > tl.abs(lower), upper, lower))
+        most = tl.where(upper != upper, upper, most)
+        found = stored_scale(scale, most, slot, h, exists, 0, CACHE)
+        store_heads(cache, p, quantised(lower, found, CACHE) | (quantised(upper, found, CACHE) << 4), h, d, mask)
     else:
-        d = tl.arange(0, BLOCK_D)[None, :]
-        mask = exists & (d < D)
-        tile = apply_rotary(x, h, d, mask, CONFIG)
-        if CACHE.FORMAT is not None:
-            tile = tile.to(tl.float32)
-            tile = quantised(tile, stored_scale(scale, tile, slot, h, exists, 0, CACHE), CACHE)
-        store_heads(cache, p, tile, h, d, mask)
+        GROUPS: tl.constexpr = CACHE.GROUPS
+        GROUP: tl.constexpr = D // GROUPS
+        i = tl.arange(0, CACHE.BLOCK_GROUP)[None, :]
+        mask = exists & (i < GROUP)
+        for n in tl.static_range(GROUPS):
+            d = n * GROUP + i
+            tile = apply_rotary(x, h, d + CACHE.FIRST, mask, CONFIG)
+            if CACHE.FORMAT is not None:
+                tile = tile.to(tl.float32)
+                tile = quantised(tile, stored_scale(scale, tile, slot, h, exists, n, CACHE), CACHE)
+            store_heads(cache, p, tile, h, d, mask)
 
 
 @triton.jit
@@ -326,9 +340,12 @@ def append_token(new, source, cache, scales, slot, angles, norms, CONFIG: tl.con
         cos, sin, position, num_positions = angles
         x = NewToken(p, k_new.strides, norms.weight, factor, norms.offset, cos, sin, position, num_positions)
         write_heads(x, h, cache.k, scales.k, slot, CACHE_K, CONFIG)
-        p = token_pointer(v_new, source[0], source[1])
-        x = NewToken(p, v_new.strides, None, 1.0, 0.0, None, None, 0, 0)
-        write_heads(x, h, cache.v, scales.v, slot, CACHE_V, CONFIG)
+        if CONFIG.PACKED:
+            write_heads(x, h, cache.v, scales.v, slot, CACHE_V, CONFIG)
+        else:
+            p = token_pointer(v_new, source[0], source[1])
+            x = NewToken(p, v_new.strides, None, 1.0, 0.0, None, None, 0, 0)
+            write_heads(x, h, cache.v, scales.v, slot, CACHE_V, CONFIG)
 
 
 @triton.jit

@@ -110,3 +110,15 @@ def load_places(x, base, places, inside, D: tl.constexpr, TURNED: tl.constexpr):
         return tl.load(x.ptr + base + places)
     else:
         return tl.load(x.ptr + base + places, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_blocks(x, base, places, inside, D: tl.constexpr, TURNED: tl.constexpr, STORED: tl.constexpr):
+    """The same, a tile for each of the BLOCKS of words in D dims, from the `key_places` of the first. If there are
+    several, words are contiguous."""
+    BLOCKS: tl.constexpr = STORED.BLOCKS
+    WORDS: tl.constexpr = D // (STORED.PARTS * BLOCKS)
+    found = ()
+    for n in tl.static_range(BLOCKS):
+        found += (load_places(x, base + n * WORDS, places, inside, WORDS, TURNED),)
+    return found

@@ -16,7 +16,7 @@ from ..device.softmax import log2_scale, rounding_correction, row_logsumexp, sof
 from ..device.structs import Pairs, ScoreParams, Work
 from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
-from .cache_tiles import KeyRange, key_offsets, key_places, load_pages, load_places, pages_of
+from .cache_tiles import KeyRange, key_offsets, key_places, load_blocks, load_pages, pages_of
 from .combine import (
     DividedItem,
     Partial,
@@ -37,11 +37,11 @@ from .combine import (
 from .formats import (
     Stored,
     add_values,
+    factors_of_weights,
     head_scale,
     join_parts,
     key_product,
     load_queries,
-    scaled_weights,
     token_scales,
     value_dims,
 )
@@ -157,10 +157,12 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
     l = tl.full([CONFIG.BLOCK_M, N] if TURNED else [CONFIG.BLOCK_M], 0.0, tl.float32)
     rounded = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     acc = ()
-    PARTS: tl.constexpr = STORED_V.PARTS
-    for _ in tl.static_range(PARTS):
-        acc += (tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV // PARTS], 0.0, tl.float32),)
-    unit = 1e-30  # of acc: see `scaled_weights`
+    TILES_V: tl.constexpr = STORED_V.PARTS * STORED_V.BLOCKS
+    WORDS_K: tl.constexpr = CONFIG.BLOCK_D // (STORED_K.PARTS * STORED_K.BLOCKS)  # of a block
+    WORDS_V: tl.constexpr = CONFIG.BLOCK_DV // (STORED_V.PARTS * STORED_V.JOINED)
+    for _ in tl.static_range(TILES_V):
+        acc += (tl.full([CONFIG.BLOCK_M, WORDS_V], 0.0, tl.float32),)
+    unit = 1e-30  # of acc: see `factors_of_weights`
     top = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
     i = rows.i[:, None]
     h = rows.h[:, None]
@@ -174,14 +176,14 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
         if CONFIG.HAS_STARTS or params.before is not None:
             inside = inside & (at + tl.arange(0, N) >= keys.first)
         base, offsets = key_offsets(cache.k, page, w.h, at, PAGE_SIZE, N)
-        places = key_places(cache.k, offsets, CONFIG.BLOCK_D // STORED_K.PARTS)
+        places = key_places(cache.k, offsets, WORDS_K)
         needs_mask = None if PAGE_SIZE is not None and STORED_K.FORMAT is not None else inside
-        k_tile = load_places(cache.k, base, places, needs_mask, CONFIG.D // STORED_K.PARTS, False)
+        k_words = load_blocks(cache.k, base, places, needs_mask, CONFIG.D, False, STORED_K)
         k_scales = ()
         if STORED_K.SCALE == "token":
             scale_base, scale_rows = key_offsets(cache.k_scale.x, page, w.h, at, PAGE_SIZE, N)
             k_scales = token_scales(cache.k_scale, scale_base, scale_rows, inside, STORED_K)
-        product = key_product(queries, k_tile, k_scales, N, STORED_K)
+        product = key_product(queries, k_words, k_scales, N, STORED_K)
         pairs = Pairs(w, h, i, j)
         s = scores(product, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD)
         edge = REPAIR or (at < full_lo) or (at + N > full_hi)
@@ -189,13 +191,12 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
         if CONFIG.MAX_LOGIT:
             top = tl.maximum(top, tl.max(s, 1))
         p, alpha, m, l = softmax_step(m, l, s, scale_log2, params.terms.large_scores, CONFIG.BOUNDED)
-        WORDS_V: tl.constexpr = CONFIG.BLOCK_DV // STORED_V.PARTS
         if not CONFIG.SAME_STRIDES:
             base, offsets = key_offsets(cache.v, page, w.h, at, PAGE_SIZE, N)
         if not CONFIG.SAME_STRIDES or places.shape[1] != WORDS_V:
             places = key_places(cache.v, offsets, WORDS_V)
         needs_mask = None if PAGE_SIZE is not None and STORED_V.INTEGER else inside  # 0 * nan is nan
-        v_tile = load_places(cache.v, base, places, needs_mask, CONFIG.DV // STORED_V.PARTS, TURNED)
+        v_words = load_blocks(cache.v, base, places, needs_mask, CONFIG.DV, TURNED, STORED_V)
         v_scales = ()
         if STORED_V.SCALE == "token":
             scale_base, scale_rows = key_offsets(cache.v_scale.x, page, w.h, at, PAGE_SIZE, N)
@@ -204,10 +205,10 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
         if REPAIR:
             mask = pairs_seen(pairs, keys.start, tree, at, params, CONFIG)
         if CONFIG.BOUNDED:
-            p = p.to(v_tile.dtype)
+            p = p.to(v_words[0].dtype)
             rounded += tl.sum(p.to(tl.float32), 1)
-        weights, alpha, unit = scaled_weights(p, alpha, v_scales, unit, mask, STORED_V)
-        acc = add_values(acc, weights, alpha, v_tile, v_scales, mask, STORED_V)
+        factors, alpha, unit = factors_of_weights(alpha, v_scales, unit, mask, STORED_V)
+        acc = add_values(acc, p, factors, alpha, v_words, v_scales, mask, STORED_V)
         if CONFIG.PREFETCH_PAGES:
             page = next_page
     if TURNED:

@@ -26,8 +26,9 @@ class Stored(NamedTuple):
 
     FORMAT: None for floats that attention computes in; INTEGER: its numbers are integers. PARTS of a word. OPERAND and
     PRECISION: of the product. SCALE: None, "head" (the same for all keys of a sequence and head) or "token". GROUPS of
-    dims that have a scale of their own, 1 or 2. FACTOR: K's products are multiplied by a factor of each row. PAIRS: two
-    words at a time are unpacked, in PTX.
+    dims that have a scale of their own, 1 or an even number. BLOCKS of words, each a tile with the words of one group
+    in the lower half of the dims and of one in the upper half. JOINED: BLOCKS rounded up to a power of two. FACTOR: K's
+    products are multiplied by a factor of each row. PAIRS: two words at a time are unpacked, in PTX.
     """
 
     FORMAT: str | None
@@ -37,13 +38,15 @@ class Stored(NamedTuple):
     PRECISION: str
     SCALE: str | None
     GROUPS: int
+    BLOCKS: int
+    JOINED: int
     FACTOR: bool
     PAIRS: bool
 
 
 class QueryTile(NamedTuple):
-    """Queries of a tile, in PARTS tiles of the dims that the parts of K's words hold; with FACTOR, the factor of each
-    row's products."""
+    """Queries of a tile, in PARTS tiles for each of K's BLOCKS, of the dims that the parts of its words hold; with
+    FACTOR, the factor of each row's products."""
 
     parts: tl.tuple
     factor: tl.tensor
@@ -161,7 +164,7 @@ def unpack(x, STORED: tl.constexpr):
 
 @triton.jit
 def part_dims(i, C: tl.constexpr, D: tl.constexpr, STORED: tl.constexpr):
-    """The dims of columns i of part C: bytes 2 i and 2 i + 1 make a word."""
+    """The dims of words i in part C: bytes 2 i and 2 i + 1 make a word."""
     if STORED.PARTS == 1:
         return i
     elif STORED.PARTS == 2:
@@ -183,27 +186,29 @@ def load_queries(q, rows, exists, scale, D: tl.constexpr, BLOCK_D: tl.constexpr,
     float16, rows are divided by a power of two: no query is too large for float16 then, and none loses more than
     float32 would."""
     PARTS: tl.constexpr = STORED.PARTS
-    i = tl.arange(0, BLOCK_D // PARTS)[None, :]
+    TILES: tl.constexpr = PARTS * STORED.BLOCKS
+    WORDS: tl.constexpr = D // TILES  # of a block
+    i = tl.arange(0, BLOCK_D // TILES)[None, :]
     parts = ()
-    for c in tl.static_range(PARTS):
-        p = rows[:, None] + columns(q, part_dims(i, c, D, STORED))
-        parts += (tl.load(p, mask=exists[:, None] & (i < D // PARTS), other=0.0),)
+    for n in tl.static_range(TILES):
+        p = rows[:, None] + columns(q, part_dims(i + n // PARTS * WORDS, n % PARTS, D, STORED))
+        parts += (tl.load(p, mask=exists[:, None] & (i < WORDS), other=0.0),)
     factor = tl.full([rows.shape[0]], 1.0, tl.float32)
     if STORED.SCALE == "head":
         factor *= scale
     if STORED.OPERAND == "float32":
         floats = ()
-        for c in tl.static_range(PARTS):
-            floats += (parts[c].to(tl.float32),)
+        for n in tl.static_range(TILES):
+            floats += (parts[n].to(tl.float32),)
         return QueryTile(floats, factor)
     elif STORED.OPERAND == "float16" and q.ptr.dtype.element_ty == tl.bfloat16:
         most = tl.max(tl.abs(parts[0].to(tl.float32)), 1)
-        for c in tl.static_range(1, PARTS):
-            most = tl.maximum(most, tl.max(tl.abs(parts[c].to(tl.float32)), 1))
+        for n in tl.static_range(1, TILES):
+            most = tl.maximum(most, tl.max(tl.abs(parts[n].to(tl.float32)), 1))
         power, inverse = power_of_two(most)
         halves = ()
-        for c in tl.static_range(PARTS):
-            halves += ((parts[c].to(tl.float32) * inverse[:, None]).to(tl.float16),)
+        for n in tl.static_range(TILES):
+            halves += ((parts[n].to(tl.float32) * inverse[:, None]).to(tl.float16),)
         return QueryTile(halves, factor * power)
     else:
         return QueryTile(parts, factor)
@@ -223,9 +228,10 @@ def head_scale(scale, b, h):
 def token_scales(scale, base, rows, inside, STORED: tl.constexpr):
     """The scales of a tile's tokens, for each group of dims."""
     p = scale.x.ptr + base + rows
-    found = (tl.load(p, mask=inside, other=0.0),)
-    if STORED.GROUPS == 2:
-        found += (tl.load(p + scale.x.strides[3], mask=inside, other=0.0),)
+    GROUPS: tl.constexpr = STORED.GROUPS
+    found = ()
+    for g in tl.static_range(GROUPS):
+        found += (tl.load(p + g * scale.x.strides[3], mask=inside, other=0.0),)
     return found
 
 
@@ -241,22 +247,28 @@ def times_keys(q, k, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def key_product(queries, words, scales, N: tl.constexpr, STORED: tl.constexpr):
-    """q.k of a tile of N keys, with the scales of its tokens and the factors of its rows."""
+    """q.k of a tile of N keys, of words in BLOCKS, with the scales of its tokens and the factors of its rows."""
     PRECISION: tl.constexpr = STORED.PRECISION
     PARTS: tl.constexpr = STORED.PARTS
     M: tl.constexpr = queries.parts[0].shape[0]
     parts = queries.parts
-    keys = unpack(words, STORED)
+    BLOCKS: tl.constexpr = STORED.BLOCKS
     product = tl.zeros([M, N], tl.float32)
-    upper = product
-    for c in tl.static_range(PARTS):
-        if STORED.GROUPS == 2 and c % 2 == 1:
-            upper = times_keys(parts[c], keys[c], upper, PRECISION)
+    for n in tl.static_range(BLOCKS):
+        keys = unpack(words[n], STORED)
+        if STORED.GROUPS == 1:
+            for c in tl.static_range(PARTS):
+                product = times_keys(parts[c], keys[c], product, PRECISION)
         else:
-            product = times_keys(parts[c], keys[c], product, PRECISION)
-    if STORED.GROUPS == 2:
-        product = product * scales[0][None, :] + upper * scales[1][None, :]
-    elif STORED.SCALE == "token":
+            lower = tl.zeros([M, N], tl.float32)
+            upper = lower
+            for c in tl.static_range(PARTS):
+                if c % 2 == 1:
+                    upper = times_keys(parts[n * PARTS + c], keys[c], upper, PRECISION)
+                else:
+                    lower = times_keys(parts[n * PARTS + c], keys[c], lower, PRECISION)
+            product += lower * scales[n][None, :] + upper * scales[BLOCKS + n][None, :]
+    if STORED.GROUPS == 1 and STORED.SCALE == "token":
         product *= scales[0][None, :]
     if STORED.FACTOR:
         product *= queries.factor[:, None]
@@ -264,66 +276,85 @@ def key_product(queries, words, scales, N: tl.constexpr, STORED: tl.constexpr):
 
 
 @triton.jit
-def scaled_weights(p, alpha, scales, unit, mask, STORED: tl.constexpr):
-    """(the weights p of each group of dims, times the scales of its tokens; alpha; unit). In float16 the products could
-    be too small: they, and the sums, are divided by `unit`, the largest scale so far. With a mask (the repair launch),
-    scales that are not finite count as 0."""
+def factors_of_weights(alpha, scales, unit, mask, STORED: tl.constexpr):
+    """(what the weights of the tokens are multiplied by for each group of dims: their scales; alpha; unit). In float16
+    the products could be too small: they, and the sums, are divided by `unit`, the largest scale so far. With a mask
+    (the repair launch), scales that are not finite count as 0."""
     if STORED.SCALE != "token":
-        return (p,), alpha, unit
+        return (), alpha, unit
     else:
-        lower = scales[0]
-        upper = scales[STORED.GROUPS - 1]
-        if mask is not None:
-            lower = tl.where(tl.abs(lower) < float("inf"), lower, 0.0)
-            upper = tl.where(tl.abs(upper) < float("inf"), upper, 0.0)
+        GROUPS: tl.constexpr = STORED.GROUPS
+        finite = ()
+        for g in tl.static_range(GROUPS):
+            scale = scales[g]
+            if mask is not None:
+                scale = tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
+            finite += (scale,)
         if STORED.OPERAND == "float16":
-            largest = tl.maximum(unit, tl.max(tl.maximum(tl.abs(lower), tl.abs(upper)), 0))
+            most = tl.abs(finite[0])
+            for g in tl.static_range(1, GROUPS):
+                most = tl.maximum(most, tl.abs(finite[g]))
+            largest = tl.maximum(unit, tl.max(most, 0))
             inverse = 1.0 / largest
-            lower = lower * inverse
-            upper = upper * inverse
-            alpha = alpha * (unit / largest)
-            unit = largest
-        weights = (p * lower[None, :],)
-        if STORED.GROUPS == 2:
-            weights += (p * upper[None, :],)
-        return weights, alpha, unit
+            factors = ()
+            for g in tl.static_range(GROUPS):
+                factors += (finite[g] * inverse,)
+            return factors, alpha * (unit / largest), largest
+        else:
+            return finite, alpha, unit
 
 
 @triton.jit
-def add_values(acc, weights, alpha, words, scales, mask, STORED: tl.constexpr):
-    """acc * alpha + weights @ v, for each part of V's words; of less than 16 rows, `words` are transposed, and so is
-    the product. `mask` (repair): see `dot`; a scale that is not finite is a value that is not."""
+def scaled_weights(p, factors, G: tl.constexpr, STORED: tl.constexpr):
+    """The weights p of the values' dims in group G, as an operand."""
+    if STORED.SCALE == "token":
+        p = p * factors[G][None, :]
     if STORED.OPERAND == "float32":
-        lower = weights[0].to(tl.float32)
-        upper = weights[STORED.GROUPS - 1].to(tl.float32)
+        return p.to(tl.float32)
     elif STORED.OPERAND == "float16":
-        lower = weights[0].to(tl.float16)
-        upper = weights[STORED.GROUPS - 1].to(tl.float16)
+        return p.to(tl.float16)
     else:
-        lower = weights[0].to(tl.bfloat16)
-        upper = weights[STORED.GROUPS - 1].to(tl.bfloat16)
+        return p.to(tl.bfloat16)
+
+
+@triton.jit
+def add_values(acc, p, factors, alpha, words, scales, mask, STORED: tl.constexpr):
+    """acc * alpha + the scaled weights @ v, for each part of V's words in BLOCKS; of less than 16 rows, `words` are
+    transposed, and so is the product. `mask` (repair): see `dot`; a scale that is not finite is a value that is not."""
     found = ()
     PARTS: tl.constexpr = STORED.PARTS
-    TURNED: tl.constexpr = lower.shape[0] < 16
-    values = unpack(words, STORED)
-    for c in tl.static_range(PARTS):
-        weight = upper if c % 2 == 1 else lower
-        x = acc[c] * alpha[:, None]
-        if TURNED and mask is None:
-            x = tl.trans(tl.dot(values[c], tl.trans(weight), tl.trans(x), input_precision=STORED.PRECISION))
-        else:
-            x = dot(weight, tl.trans(values[c]) if TURNED else values[c], x, mask, STORED)
-        if STORED.SCALE == "token" and mask is not None:
-            scale = scales[c % STORED.GROUPS]
-            sees = tl.max(tl.where(mask & (tl.abs(scale) < float("inf"))[None, :], 0, mask.to(tl.int32)), 1)
-            x = tl.where(sees[:, None] > 0, float("nan"), x)
-        found += (x,)
+    BLOCKS: tl.constexpr = STORED.BLOCKS
+    TURNED: tl.constexpr = p.shape[0] < 16
+    for n in tl.static_range(BLOCKS):
+        lower = scaled_weights(p, factors, n, STORED)
+        upper = lower
+        if STORED.GROUPS > 1:
+            upper = scaled_weights(p, factors, BLOCKS + n, STORED)
+        values = unpack(words[n], STORED)
+        for c in tl.static_range(PARTS):
+            weight = upper if c % 2 == 1 else lower
+            x = acc[n * PARTS + c] * alpha[:, None]
+            if TURNED and mask is None:
+                x = tl.trans(tl.dot(values[c], tl.trans(weight), tl.trans(x), input_precision=STORED.PRECISION))
+            else:
+                x = dot(weight, tl.trans(values[c]) if TURNED else values[c], x, mask, STORED)
+            if STORED.SCALE == "token" and mask is not None:
+                scale = scales[0 if STORED.GROUPS == 1 else c % 2 * BLOCKS + n]
+                sees = tl.max(tl.where(mask & (tl.abs(scale) < float("inf"))[None, :], 0, mask.to(tl.int32)), 1)
+                x = tl.where(sees[:, None] > 0, float("nan"), x)
+            found += (x,)
     return found
 
 
 @triton.jit
+def side_by_side(a, b):
+    """The columns of a, then those of b."""
+    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
+
+
+@triton.jit
 def join_parts(acc, STORED: tl.constexpr):
-    """The parts of acc, column by column in the order of `value_dims`."""
+    """The parts of acc, column by column in the order of `value_dims`; zeros past BLOCKS."""
     M: tl.constexpr = acc[0].shape[0]
     W: tl.constexpr = acc[0].shape[1]
     if STORED.PARTS == 1:
@@ -331,19 +362,36 @@ def join_parts(acc, STORED: tl.constexpr):
     elif STORED.PARTS == 2:
         return tl.join(acc[0], acc[1]).reshape(M, 2 * W)
     else:
-        lower = tl.join(acc[0], acc[2]).reshape(M, 2 * W)
-        upper = tl.join(acc[1], acc[3]).reshape(M, 2 * W)
-        return tl.join(lower, upper).permute(0, 2, 1).reshape(M, 4 * W)
+        BLOCKS: tl.constexpr = STORED.BLOCKS
+        JOINED: tl.constexpr = STORED.JOINED
+        tiles = ()
+        for n in tl.static_range(BLOCKS):
+            lower = tl.join(acc[4 * n], acc[4 * n + 2]).reshape(M, 2 * W)
+            upper = tl.join(acc[4 * n + 1], acc[4 * n + 3]).reshape(M, 2 * W)
+            tiles += (side_by_side(lower, upper),)
+        for _ in tl.static_range(JOINED - BLOCKS):
+            tiles += (tl.zeros([M, 4 * W], tl.float32),)
+        for level in tl.static_range(5):
+            if JOINED >> level > 1:
+                pairs = ()
+                for n in tl.static_range(JOINED >> (level + 1)):
+                    pairs += (side_by_side(tiles[2 * n], tiles[2 * n + 1]),)
+                tiles = pairs
+        return tiles[0]
 
 
 @triton.jit
 def value_dims(d, DV: tl.constexpr, BLOCK_DV: tl.constexpr, STORED: tl.constexpr):
     """The dims of the columns d of joined parts; DV, which does not exist, for padding."""
-    if STORED.PARTS <= 2 or DV == BLOCK_DV:
+    if STORED.PARTS <= 2 or (STORED.BLOCKS == 1 and DV == BLOCK_DV):
         return d
     else:
-        i = d % (BLOCK_DV // 2)
-        return tl.where(i < DV // 2, d // (BLOCK_DV // 2) * (DV // 2) + i, DV)
+        WIDTH: tl.constexpr = BLOCK_DV // STORED.JOINED  # of a block
+        GROUP: tl.constexpr = DV // 2 // STORED.BLOCKS
+        block = d // WIDTH
+        i = d % (WIDTH // 2)
+        upper = d % WIDTH // (WIDTH // 2)
+        return tl.where((i < GROUP) & (block < STORED.BLOCKS), upper * (DV // 2) + block * GROUP + i, DV)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The launches of a call with a KV cache: schedule, append, decode, combine. Kernels are given a cache as a view, of
+"""The launches of a call with a KV cache: schedule, decode, combine. Kernels are given a cache as a view, of
 words where it is quantised, with its scale."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import triton
 from torch import Tensor
 
 from ....errors import AttentionError
-from ....kv_formats import format_of, has_token_scales, has_words, head_dim
-from ....kv_request import UNDIVIDED, AppendRequest, KvCall, KvRequest, PlannedTile, Scale
+from ....kv_formats import format_of, has_token_scales, has_words, head_dim, scale_groups
+from ....kv_request import UNDIVIDED, KvCall, KvRequest, PlannedTile, Scale
 from ....request import Gpu
 from ..device.structs import View
 from ..kernel_call import padded, view
@@ -20,16 +20,6 @@ from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
 from ..score_terms import device_terms, folded, is_bounded, mask_mod
 from . import formats
 from . import partition as partitions
-from .append import (
-    AppendConfig,
-    AppendPlaces,
-    CacheFormat,
-    KeyValue,
-    NormWeights,
-    Queries,
-    RotaryTables,
-    append_kernel,
-)
 from .cache_tiles import KvCacheView
 from .combine import Buffers, CombineConfig, combine_kernel
 from .decode import DecodeConfig, NewTokens, decode_kernel
@@ -61,11 +51,6 @@ def words_of(cache: Tensor) -> Tensor:
     return cache.view(torch.int16) if has_words(cache) else cache.view(torch.uint8)
 
 
-def bytes_of(cache: Tensor) -> Tensor:
-    """A quantised cache as bytes, for the append kernel."""
-    return cache if format_of(cache) is None else cache.view(torch.uint8)
-
-
 def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu) -> formats.Stored:
     """What the decode kernel is compiled for. Products are computed in the dtype of q and the cache if they agree; in
     float16, which holds all quantised numbers, where q is a 16-bit float; in float32 otherwise."""
@@ -79,15 +64,16 @@ def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu) -> formats.Store
     name = str(operand).removeprefix("torch.")
     narrows = operand == torch.float16 and q.dtype == torch.bfloat16
     if found is None:
-        return formats.Stored(None, False, 1, name, accuracy, None, 1, narrows, False)
+        return formats.Stored(None, False, 1, name, accuracy, None, 1, 1, 1, narrows, False)
     kind = None if scale is None else "token" if has_token_scales(scale) else "head"
-    groups = 2 if isinstance(scale, Tensor) and scale.dim() == 4 else 1
+    groups, blocks = max(1, scale_groups(scale)), partitions.blocks_of(scale)
     parts = 16 // found.bits if has_words(cache) else 8 // found.bits
     pairs = parts > 1 and gpu.kind == "cuda" and not INTERPRETED
     if found.name == "e4m3" and gpu.capability < E4M3_CAPABILITY:
         pairs = False
     factor = narrows or kind == "head"
-    return formats.Stored(found.name, found.is_integer, parts, name, accuracy, kind, groups, factor, pairs)
+    grouping = groups, blocks, triton.next_power_of_2(blocks)
+    return formats.Stored(found.name, found.is_integer, parts, name, accuracy, kind, *grouping, factor, pairs)
 
 
 def scale_of(scale: Scale) -> formats.Scale:
@@ -225,8 +211,8 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
         DV=dim_v,
         BLOCK_M=partition.tile.block_m,
         BLOCK_N=partition.tile.block_n,
-        BLOCK_D=padded(q.shape[-1], 16 * stored_k.PARTS),
-        BLOCK_DV=padded(dim_v, 16 * stored_v.PARTS),
+        BLOCK_D=stored_k.BLOCKS * padded(q.shape[-1] // stored_k.BLOCKS, 16 * stored_k.PARTS),
+        BLOCK_DV=stored_v.JOINED * padded(dim_v // stored_v.BLOCKS, 16 * stored_v.PARTS),
         FOLD=scoring["FOLD"],
         PRECISION=precision(q, target.gpu),
         BOUNDED=scoring["FOLD"] and is_bounded(dense, scale) and stored_v.OPERAND == "bfloat16",
@@ -366,57 +352,3 @@ def combine_launch(
     )
     programs = min(max(2 * partition.wanted_splits, partition.items) * partition.kv_heads * blocks, max_programs)
     return Launch(combine_kernel, programs, (buffers_of(call, prefix), terms.sinks, *sizes), kernel_options(config))
-
-
-def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:
-    """What the append kernel is compiled for in K or V of head dim `dim`."""
-    found = format_of(cache)
-    if found is None:
-        return CacheFormat(None, 1, None, 1.0, dim, padded(dim))
-    groups = 2 if isinstance(scale, Tensor) and scale.dim() == 4 else 1
-    kind = None if scale is None else "token" if has_token_scales(scale) else "head"
-    return CacheFormat(found.name, groups, kind, found.largest, dim, padded(dim))
-
-
-def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
-    k_new, v_new, k, v, places = request[:5]
-    rotary, q, rotated, table, norm = request.rotary, request.q, request.rotated, places.table, request.norm
-    tokens = k_new.shape[:-2].numel()
-    queries = 0 if q is None else q.shape[:-2].numel()
-    heads = 0 if q is None else q.shape[-2]
-    tables, weights = RotaryTables(), NormWeights()
-    if rotary is not None:
-        tables = RotaryTables(rotary.cos, rotary.sin, rotary.positions, rotary.q_positions)
-    if norm is not None:
-        weights = NormWeights(norm.q_weight, norm.k_weight)
-    dim, dim_v = k_new.shape[-1], v_new.shape[-1]
-    columns = padded(max(dim, dim_v))
-    config = AppendConfig(
-        KV_HEADS=k.shape[-2],
-        HEADS=heads,
-        D=dim,
-        BLOCK_D=padded(dim),
-        BLOCK_H=min(triton.next_power_of_2(max(k.shape[-2], heads)), max(1, 4096 // columns)),
-        HALF=1 if rotary is None else rotary.cos.shape[1],
-        INTERLEAVED=rotary is not None and rotary.interleaved,
-        FIRST_ROTATED=request.first_rotated,
-        BLOCK_BATCH=min(1024, triton.next_power_of_2(max(places.batch, 1))),
-        K=cache_format(k, request.k_scale, dim),
-        V=cache_format(v, request.v_scale, dim_v),
-        OVERLAP=can_overlap(gpu),
-    )
-    table_stride, table_pages = (0, 0) if table is None else (table.stride(0), table.shape[-1])
-    n_q = 0 if q is None or q.dim() == 3 else q.shape[1]
-    args = (
-        KeyValue(view(k_new), view(v_new)),
-        KeyValue(view(bytes_of(k)), view(bytes_of(v))),
-        KeyValue(scale_of(request.k_scale), scale_of(request.v_scale)),
-        Queries(NO_VIEW if q is None else view(q), NO_VIEW if rotated is None else view(rotated)),
-        AppendPlaces(places.lengths, table, places.indptr, places.rows, places.cu_new, request.cu_q, request.slots),
-        tables,
-        weights,
-        *((0.0, 0.0) if norm is None else (norm.eps, norm.offset)),
-        *(tokens, places.new, n_q, places.batch, 1 if rotary is None else rotary.cos.shape[0]),
-        *(table_stride, k.shape[0], table_pages, k.shape[1]),
-    )
-    return Launch(append_kernel, tokens + queries, args, kernel_options(config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....kv_formats import GROUPS, LATENT, is_deepseek_fp8
+from ....kv_formats import LATENT, is_deepseek_fp8, packed_parts
 from ....kv_request import KvCall
 from ....request import Gpu
 from ..device.structs import View
@@ -35,10 +35,8 @@ def cache_views(k: Tensor, v: Tensor, shared: bool) -> tuple[View, View, View, V
     """The latent numbers, the rest of the key, the values if they are not the former, and the scales."""
     if not is_deepseek_fp8(k):
         return view(k[..., :LATENT]), view(k[..., LATENT:]), NO_VIEW if shared else view(v), NO_VIEW
-    stored = k.view(torch.uint8)
-    scales = stored[..., LATENT : LATENT + 4 * GROUPS].view(torch.float32)
-    rest = stored[..., LATENT + 4 * GROUPS :].view(torch.bfloat16)
-    return view(stored[..., :LATENT]), view(rest), NO_VIEW, view(scales)
+    latent, scales, rest = packed_parts(k)
+    return view(latent), view(rest), NO_VIEW, view(scales)
 
 
 def operand_of(q: Tensor, k: Tensor, gpu: Gpu) -> tuple[str | None, str]:

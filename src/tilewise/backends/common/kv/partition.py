@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....kv_formats import format_of, has_token_scales, head_dim, is_deepseek_fp8, is_latent
+from ....kv_formats import format_of, has_token_scales, head_dim, is_deepseek_fp8, is_latent, scale_groups
 from ....kv_request import KV_TILE, KvRequest
 from ....mods.builtin import softcap
 from ....request import Gpu
@@ -57,8 +57,8 @@ def decode_tile(
     arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: str | None = None, one_query: bool = False
 ) -> KvTile:
     """The tile for sequences with at most so many rows (0 if unknown), of one query each or more. `quantised`: None if
-    K and V are not; "int4" if both are, "token" if scales are by token and numbers have 8 bits, "one" if K or V is a
-    16-bit float, "both" otherwise.
+    K and V are not; "groups" if K or V has more than two scales a token, "int4" if both are, "token" if scales are by
+    token and numbers have 8 bits, "one" if K or V is a 16-bit float, "both" otherwise.
 
     >>> decode_tile(90, 2, 128, 4)
     KvTile(block_m=64, block_n=64, warps=4, stages=3, programs_per_sm=2, prefetch_pages=1, max_registers=0, splits=3)
@@ -68,6 +68,9 @@ def decode_tile(
         return override
     fits_16 = 0 < rows <= 16  # the smallest tile of tl.dot has 16 rows
     large = arch in (90, 100, 103)
+    if quantised == "groups" and itemsize == 2:
+        # the products of a pair of groups are tiles of their own: 64 rows, or 64 keys, spill registers in the loop
+        return KvTile(16, 32, 4, 2, 2) if padded_dim <= 128 else KvTile(16, 16, 8, 1, 1)
     if quantised is not None and itemsize == 2:
         if arch == 90 and padded_dim == 128 and one_query and rows <= 8 and quantised != "one":
             return _eight_rows(quantised)
@@ -193,12 +196,25 @@ class Partition(NamedTuple):
 def _quantised(request: Any) -> str | None:
     """How the caches are quantised, as `decode_tile` tells them apart."""
     found = [format_of(x) for x in (request.k, request.v)]
+    if max(map(scale_groups, (request.k_scale, request.v_scale))) > 2:
+        return "groups"
     if None in found:
         return None if found[0] is found[1] else "one"
     if max(x.bits for x in found if x is not None) == 4:
         return "int4"
     by_token = has_token_scales(request.k_scale) or has_token_scales(request.v_scale)
     return "token" if by_token else "both"
+
+
+def blocks_of(scale: Any) -> int:
+    """The parts of a head that the decode kernel reads one by one: each has at most two groups of dims."""
+    return max(1, scale_groups(scale) // 2)
+
+
+def columns_of(dim: int, scale: Any) -> int:
+    """The columns, a power of two, in which a head dim is computed. A block of int4 has 64 or more."""
+    blocks = blocks_of(scale)
+    return padded(dim) if blocks == 1 else padded(blocks * max(64, padded(dim // blocks)))
 
 
 def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) -> Partition:
@@ -211,7 +227,7 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
         portable = portable or request.places.by_token
         tile = latent_tile(gpu.arch, q.element_size(), max_rows, portable)
     if tile is None:
-        dim = padded(max(q.shape[-1], head_dim(v)))
+        dim = max(columns_of(q.shape[-1], request.k_scale), columns_of(head_dim(v), request.v_scale))
         one_query = request.max_seqlen_q == 1
         tile = decode_tile(gpu.arch, q.element_size(), dim, max_rows, _quantised(request), one_query)
     if request.dense.cu_q is None:

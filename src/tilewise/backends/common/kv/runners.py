@@ -14,7 +14,7 @@ from ..clear import clear_max_logit
 from ..kernel_call import KernelCall, new_max_logit
 from ..launch import Built, Launch, Memory, Target
 from . import launches as decode
-from .launches import append_launch
+from .append_launches import append_launch
 
 
 class KvLaunches(Protocol):
