@@ -282,7 +282,7 @@ def test_counters_of_a_stream_are_allocated_once(driver: Any) -> None:
 
 
 def test_every_captured_launch_has_its_own_counters(driver: Any) -> None:
-    """A graph may be replayed beside others. Those of the first are reserved, those of others are the graph's memory."""
+    """A graph may be replayed beside others. The first launches have reserved ones, others the graph's memory."""
     tensors = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
     call = KernelCall(Made(), tensors, CUDA)
     call(tensors)

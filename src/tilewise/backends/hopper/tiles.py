@@ -76,8 +76,8 @@ FORWARD: tuple[ForwardRow, ...] = (
     # Causal and short. Ratios of this tile and two warpgroups of 128 keys: D 80, 32 x 693 1.11, 1.01; D 96, 64 x 256
     # 0.92, 0.93.
     ForwardRow(96, 96, 768, True, True, ForwardTile(64, 1, lazy_rescale=False, programs=2)),
-    # Full and short. Ratios of this tile and two warpgroups of 128 keys, D 80: 64 x 257 1.11, 0.93; 40 x 400 1.12, 1.08;
-    # 16 x 512 1.07, 1.30; 16 x 730 0.94, 1.15.
+    # Full and short. Ratios of this tile and two warpgroups of 128 keys, D 80: 64 x 257 1.11, 0.93; 40 x 400 1.12,
+    # 1.08; 16 x 512 1.07, 1.30; 16 x 730 0.94, 1.15.
     ForwardRow(96, 96, 448, False, True, ForwardTile(64, 1, lazy_rescale=False, programs=2)),
     # TFLOP/s with 16 heads at 1024 and 8192 keys: full 518, 555, causal 372, 523; lazy full 494, 528, causal 349, 495;
     # without ping-pong full 453, 500; three warpgroups of 64 keys full 438, 499, causal 312, 455. Three stages have 1
