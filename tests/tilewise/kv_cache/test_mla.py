@@ -75,6 +75,32 @@ def test_quantised_rows_and_heads(backend: str) -> None:
                 compare((out[b : b + 1, :, one], lse[b : b + 1, one]), q[b : b + 1, :, one], keys)
 
 
+def test_named_tokens_of_scales_by_sequence(backend: str) -> None:
+    x = inputs(MlaCase((40, 17), queries=2, stored=(INT8, "float")), torch.float32)
+    size = x.options["k_scale"]
+    x.options["k_scale"] = 1.0
+    indices, keys = sparse(x, 20)  # of the numbers without their scale
+    scale = torch.tensor([[size], [2 * size]])
+    out, lse = tilewise.attention_mla(x.q, x.cache, indices=indices, k_scale=scale, return_lse=True, backend=backend)
+    flat = out.flatten(0, 1)[:, None], lse.transpose(1, 2).flatten(0, 1)[..., None]
+    scaled = [k * scale[n // 2].double() for n, k in enumerate(keys)]
+    compare(flat, x.q.flatten(0, 1)[:, None], scaled, causal=False)
+
+
+def test_check_reads_the_scales_of_tokens() -> None:
+    x = inputs(MlaCase((20, 7), stored=(E4M3, "token")), torch.float16)
+    options: Any = x.options | {"v_scale": x.options["k_scale"]}
+    tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
+    options["k_scale"][x.options["page_table"][1, 0], 6] = torch.inf
+    with pytest.raises(AttentionError, match="k_scale of token 6 of sequence 1"):
+        tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
+    new = torch.randn(2, 1, 1, 576).half()
+    options["k_scale"][x.options["page_table"][1, 0], 6] = 1.0
+    options |= {"k_new": new, "v_new": new[..., 64:]}
+    with pytest.raises(AttentionError, match="v_new: found other numbers than in k_new"):
+        tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
+
+
 @pytest.mark.parametrize("dtype", [E4M3, INT8], ids=str)
 def test_a_scale_that_is_nan_reaches_only_rows_that_see_it(dtype: torch.dtype, backend: str) -> None:
     x = inputs(MlaCase((20,), queries=3, stored=(dtype, "token")), torch.float16)
