@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.kv_formats import unpack_latent
+from tilewise.kv_formats import quantise, token_scales, unpack_latent
 
 GARBAGE = 2147480000  # an unused entry of a page table
 
@@ -17,7 +17,7 @@ GARBAGE = 2147480000  # an unused entry of a page table
 @dataclass(frozen=True)
 class MlaCase:
     """`packed`: DeepSeek's fp8 format, `exact`: with scales that are powers of two, so that bfloat16 holds the numbers.
-    page 0: a dense cache."""
+    `stored`: a quantised cache of 576 numbers, with the kind of its scale. page 0: a dense cache."""
 
     lengths: tuple[int, ...]
     heads: int = 4
@@ -25,6 +25,7 @@ class MlaCase:
     page: int = 16
     packed: bool = False
     exact: bool = False
+    stored: tuple[torch.dtype, str] | None = None
 
 
 @dataclass
@@ -37,7 +38,7 @@ class MlaInputs:
 
 
 def inputs(case: MlaCase, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> MlaInputs:
-    """Unused tokens of the cache are nan, unused entries of the page table out of range."""
+    """Unused tokens of the cache, or their scales, are nan, unused entries of the page table out of range."""
     g = torch.Generator().manual_seed(seed)
     batch = len(case.lengths)
     page = case.page or max(case.lengths) + 3
@@ -45,19 +46,35 @@ def inputs(case: MlaCase, dtype: torch.dtype, device: str = "cpu", seed: int = 0
     tokens = torch.randn(batch * pages + 1, page, 1, 576, generator=g).to(dtype)
     tokens[..., 128:256] *= 8.0
     cache = tilewise.pack_mla(tokens, power_of_two=case.exact) if case.packed else tokens
+    scale: Any = None
+    if case.stored is not None:
+        stored, kind = case.stored
+        scale = token_scales(tokens, stored)  # (.., 1, 1)
+        scale = scale[..., 0] if kind == "token" else None if kind == "none" else scale.amax()
+        cache = quantise(tokens, torch.ones(1, 1) if scale is None else scale[..., None].view(*scale.shape, 1), stored)
+        scale = float(scale) if kind == "float" else scale
     order = torch.randperm(len(cache), generator=g)[: batch * pages].int().view(batch, pages)
     exact = unpack_latent(cache, torch.float64) if case.packed else cache.double()
+    if scale is not None:
+        exact *= scale[..., None].double() if isinstance(scale, Tensor) else scale
     keys, used = [], torch.zeros(cache.shape[:2], dtype=torch.bool)
     for b, n in enumerate(case.lengths):
         j = torch.arange(n)
         at = order[b, j // page].long(), j % page
         keys.append(exact[at][:, 0].to(device))
         used[at] = True
-    cache[~used] = 255 if case.packed else torch.nan
+    if case.stored is None:
+        cache[~used] = 255 if case.packed else torch.nan
+    else:
+        cache.view(torch.uint8)[~used] = 127  # nan in float8
+        if kind == "token":
+            scale[~used] = torch.nan
     table = order.clone()
     for b, n in enumerate(case.lengths):
         table[b, -(-n // page) :] = GARBAGE
     options: dict[str, Any] = {"page_table": table.to(device)} if case.page else {"cache_rows": order[:, 0].to(device)}
+    if scale is not None:
+        options["k_scale"] = scale.to(device) if isinstance(scale, Tensor) else scale
     q = torch.randn(batch, case.queries, case.heads, 576, generator=g).to(device, dtype)
     return MlaInputs(q, cache.to(device), torch.tensor(case.lengths).int().to(device), options, keys)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .backends.protocol import Runner
 from .backends.registry import choose, kv_backend
 from .errors import AttentionError
-from .kv_formats import head_dim, shared_columns, shares_memory
+from .kv_formats import has_token_scales, head_dim, shared_columns, shares_memory
 from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
 from .ops import kv as ops
 from .options import KvOptions, kv_defaults, kv_options, show_options
@@ -350,7 +350,8 @@ def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tup
     plan = options.get("plan")
     k_cache, v_cache = tensors[2:4] if name == "append_kv" else tensors[1:3]
     shared: Any = name != "plan_kv" and shares_memory(k_cache, v_cache)
-    if options.get("rotary") is not None or options.get("qk_norm") is not None:
+    by_token = has_token_scales(options.get("k_scale"))
+    if by_token or options.get("rotary") is not None or options.get("qk_norm") is not None:
         shared = shared_columns(k_cache, v_cache)
     if type(plan) is not KvPlan:
         return signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None, shared)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .errors import AttentionError
-from .kv_formats import ROPE, has_token_scales, is_deepseek_fp8, shared_columns
+from .errors import AttentionError, shown
+from .kv_formats import ROPE, format_of, has_token_scales, is_deepseek_fp8, shared_columns
 from .request import Request, Spec
 
 UNDIVIDED = 2**30  # keys of a split that is longer than any sequence
@@ -178,7 +178,8 @@ class AppendRequest(NamedTuple):
     """New tokens (B, Sn, Hk, D), or packed (T, Hk, D) with places.cu_new, and the caches that they are written to, at
     `slots` if given; and queries that are normalised and rotated with them into `rotated`. Scales by token and head are
     written too. `per_query`: the call has a query for each new token, at the same index. `first_rotated`: the first dim
-    that is rotated, from the function of that name."""
+    that is rotated, from the function of that name. `keys_alone`: what is written of the keys has the values, from the
+    function of that name."""
 
     k_new: Tensor
     v_new: Tensor
@@ -195,6 +196,7 @@ class AppendRequest(NamedTuple):
     norm: QkNorm | None = None
     per_query: bool = False
     first_rotated: int = 0
+    keys_alone: bool = False
 
 
 def first_rotated(k: Tensor, v: Tensor, rotary: Rotary | None, norm: QkNorm | None) -> int:
@@ -216,6 +218,26 @@ def first_rotated(k: Tensor, v: Tensor, rotary: Rotary | None, norm: QkNorm | No
             expected = "values that are the first columns of k_cache; or rotate q and k_new before the call"
         raise AttentionError("rotary", f"{width} dims, {shared}", expected)
     return end
+
+
+def keys_alone(k: Tensor, v: Tensor, k_scale: Scale, v_scale: Scale) -> bool:
+    """Whether the new values of caches k and v are not written by themselves, because v is a view of k: in DeepSeek's
+    fp8 format, and with scales by token, which are those of whole keys. Raises AttentionError if numbers that are keys
+    and values have two scales."""
+    if is_deepseek_fp8(k):
+        return True
+    found, (first, end) = format_of(k), shared_columns(k, v)
+    if found is None or not end:
+        return False
+    by_token = has_token_scales(k_scale)
+    is_one = k_scale is v_scale or not (isinstance(k_scale, Tensor) or isinstance(v_scale, Tensor))
+    if not is_one or (not isinstance(k_scale, Tensor) and k_scale != v_scale):
+        expected = "one number or tensor for both: v_cache is a view of k_cache"
+        raise AttentionError("k_scale and v_scale", f"{shown(k_scale)} and {shown(v_scale)}", expected)
+    if by_token and (found.bits < 8 or end - first < v.shape[-1]):
+        expected = "v_cache = k_cache[..., first:end] of 8 bits; or a scale that is not by token"
+        raise AttentionError("k_scale by token", f"given with v_cache, a view of {found.name} k_cache", expected)
+    return by_token
 
 
 class WrittenTokens(NamedTuple):
@@ -365,4 +387,5 @@ def append_request_of_op(*given: Any) -> tuple[AppendRequest, str]:
     k_scale, v_scale = scales_of(k_scale, v_scale, k_number, v_number)
     k_scale, v_scale = k_scale if k_scales is None else k_scales, v_scale if v_scales is None else v_scales
     tokens = k_new, v_new, k, v, places, slots, rotary, q, cu_q, rotated, k_scale, v_scale, norm
-    return AppendRequest(*tokens, first_rotated=first_rotated(k, v, rotary, norm)), backend
+    alone = keys_alone(k, v, k_scale, v_scale)
+    return AppendRequest(*tokens, first_rotated=first_rotated(k, v, rotary, norm), keys_alone=alone), backend

@@ -35,6 +35,7 @@ class MlaOptions(TypedDict, total=False):
     cache_rows: Tensor | None
     causal: bool
     scale: float | None
+    k_scale: Tensor | float | None
     sinks: Tensor | None
     out: Tensor | None
     plan: KvPlan | None
@@ -82,6 +83,7 @@ def attention_mla(
     cache_rows: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
+    k_scale: Tensor | float | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -105,7 +107,8 @@ def attention_mla(
     Args:
         q: queries (B, Sq, H, 576), or packed (T, H, 576) with cu_seqlens_q.
         cache: (rows, tokens, 1, 576), or with a page table (pages, page size, 1, 576), in q's dtype, or in float16 or
-            bfloat16. Or DeepSeek's fp8 format, (.., 656) in uint8 or float8_e4m3fn: see `pack_mla`.
+            bfloat16. Or in float8_e4m3fn, float8_e5m2 or int8, with `k_scale`. Or DeepSeek's fp8 format, (.., 656) in
+            uint8 or float8_e4m3fn: see `pack_mla`.
         lengths: int32 (B,): tokens of each sequence in the cache, those of this step included. Or one int for all. With
             `indices`, how many of a query's indices count, (B,) or (B, Sq); None for all.
         page_table: as in `attention_kv`.
@@ -116,6 +119,7 @@ def attention_mla(
         cache_rows: as in `attention_kv`.
         causal: as in `attention_kv`.
         scale: factor of q.k. Default 1 / sqrt(576). Models use 1 / sqrt(192), the head dim before absorption.
+        k_scale: scale of a quantised cache, of keys and values: as in `attention_kv`.
         sinks: as in `attention`.
         out: a tensor for the result.
         return_lse: if True, lse is returned too.
@@ -131,7 +135,10 @@ def attention_mla(
         AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
     call = mla_arguments(q, cache, lengths, indices)
+    if indices is not None and isinstance(k_scale, Tensor) and k_scale.dim() == 2:  # each query is a sequence
+        k_scale = k_scale.repeat_interleave(q.shape[1], 0)
     options: dict[str, Any] = {"scale": scale, "sinks": sinks, "split": split, "plan": plan, "backend": backend}
+    options |= {"k_scale": k_scale, "v_scale": k_scale}
     if indices is None:
         options |= {"page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "cache_rows": cache_rows}
         options |= {"causal": causal, "max_seqlen_q": max_seqlen_q, "out": out}

@@ -53,6 +53,50 @@ def test_fp8(heads: int, exact: bool, backend: str) -> None:
         compare(found, x.q, x.keys, rounded=hopper and not exact)
 
 
+@pytest.mark.parametrize("kind", ["float", "token"])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_quantised(stored: torch.dtype, kind: str) -> None:
+    for heads, queries, page, dtype in (
+        (16, 1, 64, torch.bfloat16),
+        (128, 1, 64, torch.bfloat16),
+        (16, 3, 3, torch.float16),
+        (8, 2, 0, torch.float32),
+    ):
+        x = inputs(MlaCase(LENGTHS, heads=heads, queries=queries, page=page, stored=(stored, kind)), dtype, "cuda")
+        out = torch.full((*x.q.shape[:3], 512), torch.nan, dtype=dtype, device="cuda")
+        for backend in ("triton", "auto"):
+            words = x.options | {"out": out, "return_lse": True, "backend": backend}
+            compare(tilewise.attention_mla(x.q, x.cache, x.lengths, **words), x.q, x.keys)
+    x = inputs(MlaCase((300, 77, 1500), heads=16, queries=2, stored=(stored, kind)), torch.bfloat16)
+    indices, keys = sparse(x, 200)
+    scale = x.options["k_scale"]
+    scale = scale.cuda() if isinstance(scale, torch.Tensor) else scale
+    q, options = x.q.cuda(), {"indices": indices.cuda(), "k_scale": scale, "return_lse": True, "backend": "triton"}
+    found, lse = tilewise.attention_mla(q, x.cache.cuda(), **options)
+    flat = found.flatten(0, 1)[:, None], lse.transpose(1, 2).flatten(0, 1)[..., None]
+    compare(flat, q.flatten(0, 1)[:, None], [k.cuda() for k in keys], causal=False)
+
+
+def test_append_with_one_scale_by_token() -> None:
+    """The kernel and the reference write the same bytes and scales; the values are not written by themselves."""
+    new = torch.randn(2, 3, 1, 576, device="cuda").bfloat16()
+    lengths = torch.tensor([63, 3], dtype=torch.int32, device="cuda")
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        caches = torch.zeros(2, 2, 128, 1, 576, dtype=torch.uint8, device="cuda")
+        scales = torch.zeros(2, 2, 128, 1, device="cuda")
+        for cache, scale, backend in zip(caches.view(dtype), scales, ("triton", "reference"), strict=True):
+            words = {"k_scale": scale, "v_scale": scale, "backend": backend}
+            for _ in range(2):  # the second call is found by its signature
+                tilewise.append_kv(new, new[..., :512], cache, cache[..., :512], lengths, **words)
+        assert torch.equal(*caches)
+        assert torch.equal(*scales)
+        assert torch.equal(
+            scales[0, 0, 63:66, 0],
+            new[0, :, 0].float().abs().amax(-1)
+            / torch.full_like(scales[0, 0, :3, 0], 127.0 if dtype == torch.int8 else 448.0),
+        )
+
+
 @pytest.mark.parametrize("slots", [None, [300, -1, 7, 64]], ids=["", "slots"])
 def test_append_fp8(slots: list[int] | None) -> None:
     """The bytes of `pack_mla`, and the last 64 numbers rotated as in the reference, to a unit in the last place."""

@@ -11,7 +11,16 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..errors import AttentionError, shown
 from ..kv_formats import WIDTH, head_dim, is_deepseek_fp8
-from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, SharedPrefix, first_rotated
+from ..kv_request import (
+    UNDIVIDED,
+    AppendRequest,
+    CachePlaces,
+    KvPlan,
+    KvRequest,
+    SharedPrefix,
+    first_rotated,
+    keys_alone,
+)
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..options import OTHER_KV_LIBRARIES, KvOptions, kv_defaults, unknown
@@ -23,7 +32,6 @@ from .kv_scales import (
     check_cache_dtype,
     check_deepseek_fp8,
     check_new_dtype,
-    check_shared_scales,
     check_written_scale,
     checked_norm,
     checked_scale,
@@ -129,10 +137,10 @@ def append_request(
     k_scale, v_scale = (checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v)))
     check_written_scale("k_scale", k_scale)
     check_written_scale("v_scale", v_scale)
-    check_shared_scales(k, v, k_scale, v_scale)
+    alone = keys_alone(k, v, k_scale, v_scale)
     first = first_rotated(k, v, rotary, norm)
     tokens = k_new, v_new, k, v, places, slots, rotary, q, cu_q, None, k_scale, v_scale, norm
-    return AppendRequest(*tokens, per_query, first)
+    return AppendRequest(*tokens, per_query, first, alone)
 
 
 def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor | None:

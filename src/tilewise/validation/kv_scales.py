@@ -15,10 +15,8 @@ from ..kv_formats import (
     LATENT,
     WIDTH,
     format_of,
-    has_token_scales,
     head_dim,
     is_deepseek_fp8,
-    shared_columns,
     shares_memory,
 )
 from ..kv_request import QkNorm, Scale
@@ -92,16 +90,6 @@ def check_deepseek_fp8(k: Tensor, v: Tensor, k_scale: Any, v_scale: Any) -> None
         raise AttentionError("v_cache", f"{v.dtype} {tuple(v.shape)}", expected)
     if k_scale is not None or v_scale is not None:
         raise AttentionError("k_scale and v_scale", "given", f"None: the {BYTES} bytes of a token have its scales")
-
-
-def check_shared_scales(k: Tensor, v: Tensor, k_scale: Scale, v_scale: Scale) -> None:
-    """Raises AttentionError if numbers that are keys and values (MLA) have two scales."""
-    if format_of(k) is None or not shared_columns(k, v)[1]:
-        return
-    same = k_scale is v_scale or (not isinstance(k_scale, Tensor) and not isinstance(v_scale, Tensor))
-    if not same or (not isinstance(k_scale, Tensor) and k_scale != v_scale) or has_token_scales(k_scale):
-        expected = "one number or tensor for both, not by token: v_cache is a view of k_cache"
-        raise AttentionError("k_scale and v_scale", f"{_described(k_scale)} and {_described(v_scale)}", expected)
 
 
 def check_new_dtype(name: str, x: Tensor, cache: Tensor) -> None:

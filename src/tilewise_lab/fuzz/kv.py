@@ -25,7 +25,8 @@ class KvCase:
 
     slots: which of the new tokens, counted through all sequences, are not written. k_store, v_store: dtypes of the
     caches, "" for that of q; k_scale, v_scale: the kinds of their scales (`stored`). shared: leading pages that each
-    sequence has in common with the one before it, if they are full without new tokens; with `shared_prefix`.
+    sequence has in common with the one before it, if they are full without new tokens; with `shared_prefix`. latent:
+    the cache of MLA, whose values are the first columns of the keys, with the same numbers and scales.
     """
 
     seed: int = 0
@@ -45,6 +46,7 @@ class KvCase:
     group: int = 1
     d: int = 4
     dv: int = 4
+    latent: bool = False
     heads_first: bool = False
     k_store: str = ""
     v_store: str = ""
@@ -142,6 +144,12 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> KvCase:
         plan=r.random() < 0.3, out=r.random() < 0.2, return_lse=r.random() < 0.6,
         shared=tuple(r.choice((0, 1, 3, 40)) for _ in lengths) if r.random() < 0.2 else (),
     )  # fmt: skip
+    if r.random() < 0.05:
+        store, kind = case.k_store, case.k_scale
+        store, kind = ("", "") if store == "uint8" else (store, kind)
+        case = replace(
+            case, latent=True, d=576, dv=512, rotary="", k_store=store, v_store=store, k_scale=kind, v_scale=kind
+        )
     return replace(case, lengths=tuple(n + 40 for n in lengths)) if case.shared and not case.starts else case
 
 
@@ -152,7 +160,10 @@ def _store(r: random.Random, dim: int) -> tuple[str, str]:
     name = r.choice(["float16", "bfloat16", *(n for n in stored.LARGEST if n != "uint8" or dim % 4 == 0)])
     if name not in stored.LARGEST:
         return name, ""
-    kinds = [kind for kind in stored.KINDS if (n := stored.groups_of(kind)) < 2 or (name == "uint8" and dim % n == 0)]
+    groups = {
+        kind: stored.groups_of(kind) for kind in stored.KINDS
+    }  # the kernels take groups of an even number of dims
+    kinds = [kind for kind, n in groups.items() if n < 2 or (name == "uint8" and dim % (2 * n) == 0)]
     return name, r.choice([*kinds, ""] if name.startswith("float") else kinds)
 
 
@@ -175,6 +186,9 @@ def code(case: KvCase) -> str:
     if case.k_store in stored.LARGEST or case.v_store in stored.LARGEST:
         lines.append("from tilewise_lab.fuzz import stored")
     for name, dim, store in (("k_cache", case.d, case.k_store), ("v_cache", case.dv, case.v_store)):
+        if case.latent and name == "v_cache":
+            lines.append(f"v_cache = k_cache[..., :{case.dv}]")
+            continue
         inner = (case.kv_heads, page) if case.heads_first else (page, case.kv_heads)
         made = f"{randn(rows, *inner, dim)}{f'.to(torch.{store})' if store else ''}"
         if store in stored.LARGEST:
@@ -228,7 +242,8 @@ def code(case: KvCase) -> str:
     new = {}
     if case.new:
         lead = (sum(case.new),) if case.packed else (batch, case.new[0])
-        lines.append(f"k_new, v_new = {randn(*lead, case.kv_heads, case.d)}, {randn(*lead, case.kv_heads, case.dv)}")
+        values = f"k_new[..., :{case.dv}]" if case.latent else randn(*lead, case.kv_heads, case.dv)
+        lines += [f"k_new = {randn(*lead, case.kv_heads, case.d)}", f"v_new = {values}"]
         new = {"k_new": "k_new", "v_new": "v_new"}
         if case.rotary:
             lines.append(f"angles = 6 * torch.rand({max(case.totals) + 1}, {case.d // 2})")
@@ -249,10 +264,19 @@ def code(case: KvCase) -> str:
 def _scales(case: KvCase, dead: str) -> tuple[dict[str, str], list[str]]:
     """The arguments k_scale and v_scale, and the lines that make them. `dead`: indices of tokens that the call
     does not read."""
-    args, lines = {}, []
+    args: dict[str, str] = {}
+    lines: list[str] = []
     (rows, page), heads = case.shape, case.kv_heads
     for name, store, kind in (("k", case.k_store, case.k_scale), ("v", case.v_store, case.v_scale)):
         if store not in stored.LARGEST:
+            continue
+        if case.latent and name == "v":
+            lines.append(f"v_cache = k_cache[..., :{case.dv}]")
+            if kind == "number":
+                args["v_scale"] = args["k_scale"]
+            elif kind:
+                args["v_scale"] = "v_scale"
+                lines.append("v_scale = k_scale")
             continue
         lines.append(f"{name}_cache = {name}_cache.view(torch.{store})")
         size = 2.0 / stored.LARGEST[store]
@@ -330,6 +354,8 @@ def candidates(case: KvCase) -> Iterator[KvCase]:
     for name in case.dict():
         if name not in ("seed", "backend", "device", "lengths", "queries"):
             changes: dict[str, Any] = {name: getattr(simplest, name)}
+            if case.latent and (name in ("d", "dv", "latent") or name.endswith(("store", "scale"))):
+                continue
             if name in ("k_store", "v_store"):
                 changes[f"{name[0]}_scale"] = ""
             if name in ("k_scale", "v_scale") and not getattr(case, f"{name[0]}_store").startswith("float"):

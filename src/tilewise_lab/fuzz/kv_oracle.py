@@ -62,12 +62,15 @@ def results(case: KvCase, found: dict[str, Any], dtype: torch.dtype) -> dict[str
             j = case.lengths[b] + i
             if case.slots is None or at_new + i not in case.slots:
                 caches[0].write(b, j, _turned(case, found, new[0][at_new + i], j, dtype))
-                caches[1].write(b, j, new[1][at_new + i])
+                if not case.latent:
+                    caches[1].write(b, j, new[1][at_new + i])
         if case.new:
             mine = _stacked([_turned(case, found, x, total - n_q + i, dtype) for i, x in enumerate(mine)], mine)
         keys, values = (
             _stacked([x.read(b, j) for j in range(total)], q.new_empty(0, case.kv_heads, x.dim)) for x in caches
         )
+        if case.latent:
+            values = keys[..., : case.dv]
         out, log = _one(case, found, b, mine, keys, values, at_q, dtype)
         outs.append(out)
         logs.append(log)
@@ -78,6 +81,8 @@ def results(case: KvCase, found: dict[str, Any], dtype: torch.dtype) -> dict[str
         out, log = torch.cat(outs), torch.cat(logs, -1)
     else:
         out, log = torch.stack(outs), torch.stack(logs)
+    if case.latent:  # one memory for both
+        caches[1].data, caches[1].scale = caches[0].data[..., : case.dv], caches[0].scale
     found_scales = {f"{x.name}_scale": x.scale for x in caches}
     return {"out": out, "lse": log, "k_cache": caches[0].data, "v_cache": caches[1].data, **found_scales}
 

@@ -1,7 +1,8 @@
 """Compile the kernels of an MLA cache for a target without a GPU: rows on the standard input, reports on the output.
 
-A row: {"arch": 90}, and the call: heads, queries, page, dtype, packed, tokens (a token table), split, kernel ("attend",
-"repair"), hopper (whether the Hopper kernel), named (the Hopper kernel of keys that queries name).
+A row: {"arch": 90}, and the call: heads, queries, page, dtype, packed, stored (a dtype of 8 bits, with scales by
+token), tokens (a token table), split, kernel ("attend", "repair"), hopper (whether the Hopper kernel), named (the
+Hopper kernel of keys that queries name).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def launch_of(
     page: int = 64,
     dtype: str = "bfloat16",
     packed: bool = False,
+    stored: str | None = None,
     tokens: bool = False,
     split: int | None = None,
     kernel: str = "attend",
@@ -52,6 +54,9 @@ def launch_of(
     if packed:
         cache = torch.empty(ROWS, page or 4096, 1, 656, dtype=torch.float8_e4m3fn)
     options: Any = {"split": split}
+    if stored is not None:
+        cache = torch.empty(cache.shape, dtype=getattr(torch, stored))
+        options["k_scale"] = options["v_scale"] = torch.ones(cache.shape[:3])
     if tokens:
         options["token_table"] = torch.zeros(BATCH, 2048, dtype=torch.int32)
     elif page:

@@ -15,8 +15,10 @@ ROWS: tuple[dict[str, Any], ...] = (
     {},
     {"heads": 16, "tokens": True, "packed": True},
     {"heads": 128, "queries": 2},
+    {"heads": 16, "stored": "float8_e4m3fn"},
 )
 ON_90: tuple[dict[str, Any], ...] = (
+    {"heads": 128, "stored": "int8", "tokens": True},
     {"heads": 128, "packed": True},
     {"heads": 16, "queries": 4, "kernel": "repair"},
     {"heads": 128, "hopper": True},

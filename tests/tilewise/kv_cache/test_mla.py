@@ -12,6 +12,7 @@ from tests.mla_cases import MlaCase, compare, inputs
 from tilewise import AttentionError
 from tilewise.kv_formats import unpack_latent
 
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 CASES = {
     "pages of 16": MlaCase((40, 17, 0, 1)),
     "3 queries": MlaCase((40, 2), queries=3, heads=6),
@@ -31,6 +32,102 @@ def test_mla(name: str, backend: str) -> None:
         )
 
 
+STORED = [(dtype, kind) for dtype in (E4M3, INT8) for kind in ("float", "tensor", "token")] + [(E4M3, "none")]
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_quantised(stored: tuple[torch.dtype, str], backend: str) -> None:
+    """One query in pages, several, of a dense cache, of packed queries with a plan; keys that queries name."""
+    for dtype, case in (
+        (torch.bfloat16, MlaCase((40, 17, 0, 1), stored=stored)),
+        (torch.float16, MlaCase((20, 7), queries=3, heads=6, page=3, stored=stored)),
+        (torch.float32, MlaCase((33, 18), queries=2, page=0, heads=1, stored=stored)),
+    ):
+        x = inputs(case, dtype)
+        found = tilewise.attention_mla(x.q, x.cache, x.lengths, **x.options, return_lse=True, backend=backend)
+        compare(found, x.q, x.keys)
+        v, options = x.cache[..., :512], x.options | {"v_scale": x.options.get("k_scale"), "backend": backend}
+        plan = tilewise.plan_kv(x.q, x.cache, v, x.lengths, **options)
+        out = tilewise.attention_kv(x.q, x.cache, v, x.lengths, **options, plan=plan)
+        assert torch.equal(out, found[0])
+    x = inputs(MlaCase((40, 17, 0), queries=2, stored=stored), torch.float16)
+    indices, keys = sparse(x, 20)
+    words: Any = {"k_scale": x.options.get("k_scale"), "backend": backend}
+    out, lse = tilewise.attention_mla(x.q, x.cache, indices=indices, return_lse=True, **words)
+    flat = out.flatten(0, 1)[:, None], lse.transpose(1, 2).flatten(0, 1)[..., None]
+    compare(flat, x.q.flatten(0, 1)[:, None], keys, causal=False)
+
+
+def test_quantised_rows_and_heads(backend: str) -> None:
+    """Two latent heads, scales by sequence and head, tokens with gaps; sizes that float16 does not hold."""
+    torch.manual_seed(0)
+    q, lengths = torch.randn(2, 2, 6, 576).bfloat16(), torch.tensor([20, 3], dtype=torch.int32)
+    cache = torch.randint(-127, 128, (2, 24, 2, 600)).to(INT8)[..., 7:583]
+    for scale in (torch.tensor([[1e-3, 2e-2], [0.5, 1e-8]]), torch.full((2, 2), 3e7)):
+        exact = cache.double() * scale[:, None, :, None].double()
+        out, lse = tilewise.attention_kv(
+            q, cache, cache[..., :512], lengths, k_scale=scale, v_scale=scale, return_lse=True, backend=backend
+        )
+        for b in range(2):
+            for h in range(2):
+                keys = [exact[b, : lengths[b], h]]
+                one = slice(3 * h, 3 * h + 3)
+                compare((out[b : b + 1, :, one], lse[b : b + 1, one]), q[b : b + 1, :, one], keys)
+
+
+def test_named_tokens_of_scales_by_sequence(backend: str) -> None:
+    x = inputs(MlaCase((40, 17), queries=2, stored=(INT8, "float")), torch.float32)
+    size = x.options["k_scale"]
+    x.options["k_scale"] = 1.0
+    indices, keys = sparse(x, 20)  # of the numbers without their scale
+    scale = torch.tensor([[size], [2 * size]])
+    out, lse = tilewise.attention_mla(x.q, x.cache, indices=indices, k_scale=scale, return_lse=True, backend=backend)
+    flat = out.flatten(0, 1)[:, None], lse.transpose(1, 2).flatten(0, 1)[..., None]
+    scaled = [k * scale[n // 2].double() for n, k in enumerate(keys)]
+    compare(flat, x.q.flatten(0, 1)[:, None], scaled, causal=False)
+
+
+def test_check_reads_the_scales_of_tokens() -> None:
+    x = inputs(MlaCase((20, 7), stored=(E4M3, "token")), torch.float16)
+    options: Any = x.options | {"v_scale": x.options["k_scale"]}
+    tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
+    options["k_scale"][x.options["page_table"][1, 0], 6] = torch.inf
+    with pytest.raises(AttentionError, match="k_scale of token 6 of sequence 1"):
+        tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
+    new = torch.randn(2, 1, 1, 576).half()
+    options["k_scale"][x.options["page_table"][1, 0], 6] = 1.0
+    options |= {"k_new": new, "v_new": new[..., 64:]}
+    with pytest.raises(AttentionError, match="v_new: found other numbers than in k_new"):
+        tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, INT8], ids=str)
+def test_a_scale_that_is_nan_reaches_only_rows_that_see_it(dtype: torch.dtype, backend: str) -> None:
+    x = inputs(MlaCase((20,), queries=3, stored=(dtype, "token")), torch.float16)
+    table = x.options["page_table"]
+    clean = tilewise.attention_mla(x.q, x.cache, x.lengths, **x.options, backend=backend)
+    x.options["k_scale"][table[0, 1], 3] = torch.nan  # of key 19, which the last query alone sees
+    out = tilewise.attention_mla(x.q, x.cache, x.lengths, **x.options, backend=backend)
+    assert torch.equal(out[:, :2], clean[:, :2])
+    assert out[:, 2].isnan().all()
+
+
+def test_quantised_caches_that_kernels_lack(triton_runs: None) -> None:
+    x = inputs(MlaCase((20,), stored=(INT8, "float")), torch.float16)
+    k, v, scale = x.cache, x.cache[..., :512], x.options.pop("k_scale")
+    for values, scales, match in (
+        (v.clone(), (scale, scale), "values of torch.int8 that are not the first columns of the keys"),
+        (v, (scale, 2 * scale), "two scales of an MLA cache"),
+        (v, (scale, torch.tensor(scale)), "two scales of an MLA cache"),
+    ):
+        options: Any = x.options | {"k_scale": scales[0], "v_scale": scales[1]}
+        tilewise.attention_kv(x.q, k, values, x.lengths, **options, backend="reference")
+        with pytest.raises(AttentionError, match=match):
+            tilewise.attention_kv(x.q, k, values, x.lengths, **options, backend="triton")
+    with pytest.raises(AttentionError, match="k_scale: found None; expected a number or a float32 tensor: an int8"):
+        tilewise.attention_mla(x.q, k, x.lengths, **x.options)
+
+
 @pytest.mark.parametrize("batch", [0, 2])
 def test_no_indices(batch: int, backend: str) -> None:
     q, cache = torch.randn(batch, 2, 4, 576), torch.randn(2, 8, 1, 576)
@@ -46,6 +143,8 @@ def sparse(x: Any, k: int, seed: int = 0) -> tuple[torch.Tensor, list[torch.Tens
     g = torch.Generator().manual_seed(seed)
     page, table = x.cache.shape[1], x.options["page_table"].long()
     exact = unpack_latent(x.cache, torch.float64) if x.cache.dtype == torch.uint8 else x.cache.double()
+    scale = x.options.get("k_scale", 1.0)
+    exact = exact * (scale[..., None].double() if isinstance(scale, torch.Tensor) and scale.dim() else float(scale))
     exact = exact.flatten(0, 1)[:, 0]
     indices = torch.full((*x.q.shape[:2], k), -1)
     for b, n in enumerate(x.lengths.tolist()):

@@ -101,11 +101,48 @@ def test_one_scale() -> None:
     cache, lengths = torch.zeros(2, 8, 1, 80, dtype=torch.int8), torch.tensor([1, 5], dtype=I32)
     new = torch.randn(2, 1, 1, 80)
     by_token = torch.ones(2, 8, 1)
-    for k_scale, v_scale in ((0.1, 0.2), (torch.tensor(0.1), 0.1), (by_token, by_token)):
+    for k_scale, v_scale in ((0.1, 0.2), (torch.tensor(0.1), 0.1), (by_token, by_token.clone())):
         with pytest.raises(AttentionError, match=r"k_scale and v_scale: .* expected one number or tensor for both"):
             append_kv(new, new[..., :64], cache, cache[..., :64], lengths, k_scale=k_scale, v_scale=v_scale)
     append_kv(new, new[..., :64], cache, cache[..., :64], lengths, k_scale=0.1, v_scale=0.1)
     assert torch.equal(cache[0, 1], (new[0, 0] / 0.1).round().to(torch.int8))
+
+
+@pytest.mark.parametrize("dim", [80, 576])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_one_scale_by_token(dtype: torch.dtype, dim: int, backend: str) -> None:
+    """It is that of the whole key, rotated; the values have it too. Traced, the op finds out that they are columns."""
+    torch.manual_seed(0)
+    cache, scale = torch.zeros(3, 4, 1, dim, dtype=torch.uint8).view(dtype), torch.full((3, 4, 1), torch.nan)
+    new, lengths = torch.randn(2, 2, 1, dim), torch.tensor([0, 1], dtype=I32)
+    scale[1, 0] = 1.0  # of the token that is there before
+    new[..., dim - 1] = 9.0  # the largest, behind the values
+    end, q = 512 if dim == 576 else 64, torch.randn(2, 2, 4, dim)
+    rotary = Rotary(*angles(8))
+
+    def step(cache: Tensor, scale: Tensor) -> Tensor:
+        options: Any = {"k_new": new, "v_new": new[..., :end], "rotary": rotary, "k_scale": scale, "v_scale": scale}
+        return attention_kv(q, cache, cache[..., :end], lengths, **options, backend=backend)  # type: ignore[no-any-return]
+
+    other, other_scale = cache.clone(), scale.clone()
+    out = step(cache, scale)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(other, other_scale), out)
+    assert torch.equal(other_scale.nan_to_num(-1), scale.nan_to_num(-1))
+    assert torch.equal(other.view(torch.uint8), cache.view(torch.uint8))
+    assert torch.equal(scale[0, :2], scale[1, 1:3])
+    assert torch.equal(scale[0, :2], torch.full((2, 1), 9.0) / (127.0 if dtype == torch.int8 else 448.0))
+    assert scale[2].isnan().all()
+    numbers = cache.float() * scale.nan_to_num(0.0)[..., None]
+    for b, length in enumerate((0, 1)):
+        found, wanted = numbers[b, length : length + 2, :, :end], new[b, :, :, :end]
+        assert (
+            (found - wanted).abs() <= (9.0 / 127 / 1.99 if dtype == torch.int8 else wanted.abs() / 15.9 + 1e-3)
+        ).all()
+    rest = rotated(q[..., end:].flatten(0, 1), torch.tensor([0, 1, 1, 2]), *angles(8), False).view(2, 2, 4, -1)
+    turned = torch.cat([q[..., :end], rest.float()], -1)
+    alone = attention_kv(turned, numbers, numbers[..., :end], lengths + 2, backend="reference")
+    torch.testing.assert_close(out, alone, atol=1e-4, rtol=1e-4)
 
 
 def fp8_cache(*shape: int) -> Tensor:

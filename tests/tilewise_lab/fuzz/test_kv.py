@@ -20,6 +20,14 @@ def test_right_calls_are_right() -> None:
         assert not verdict.is_finding, f"{verdict.code}\n{verdict.words}"
 
 
+def test_right_calls_of_latent_caches_are_right() -> None:
+    cases = [case for number in range(400) if (case := draw_kv(5, number, Where())).latent]
+    assert {"", "int8"} <= {case.k_store for case in cases}
+    for case in cases[:12]:
+        verdict = judge(case)
+        assert not verdict.is_finding, f"{verdict.code}\n{verdict.words}"
+
+
 def test_every_choice_is_drawn() -> None:
     cases = [draw_kv(0, number, Where()) for number in range(400)]
     for name in KvCase().dict() | vars(KvCase()):

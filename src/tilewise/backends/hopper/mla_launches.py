@@ -68,8 +68,8 @@ def hopper_mla_launches(call: KvCall, target: Target) -> list[Launch]:
 
 def packed_views(k: Tensor) -> PackedViews:
     """The e4m3 numbers of a cache in DeepSeek's fp8 format, the bfloat16 ones, the scales."""
-    stored, rest, _v, scales = cache_views(k, k, True)
-    return PackedViews(View(k, stored.strides), rest, scales)
+    stored, rest, _v, scale = cache_views(k, k, True)
+    return PackedViews(View(k, stored.strides), rest, scale.x)
 
 
 def page_stride(x: Tensor) -> int:

@@ -179,7 +179,8 @@ def append(request: AppendRequest) -> Tensor | None:
         k.view(torch.uint8)[where] = pack_mla(k_new[fits])
     else:
         store(k, k_new[fits], request.k_scale, new.b[fits], where)
-        store(v, v_new[fits], request.v_scale, new.b[fits], where)
+        if not request.keys_alone:
+            store(v, v_new[fits], request.v_scale, new.b[fits], where)
     if request.q is None:
         return None
     rotated = request.q

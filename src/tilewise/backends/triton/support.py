@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kv_formats import format_of, has_words, head_dim, is_deepseek_fp8, is_latent, scale_groups
-from ...request import MAX_HEAD_DIM, Gpu, Request, has_triton
+from ...kv_formats import format_of, has_words, head_dim, is_deepseek_fp8, is_latent, scale_groups, shares_memory
+from ...request import MAX_HEAD_DIM, Gpu, Request, has_address, has_triton
 
 AMD = ("gfx942", "gfx950")
 MAX_SCALE_GROUPS = 32  # of dims of a head: a pair of groups is a tile of its own, of at least 64 columns
@@ -49,7 +49,7 @@ def unsupported_cache(request: Any) -> str | None:
     """Returns why a cache is not supported, or None. An append has no places."""
     places = getattr(request, "places", None)
     if places is not None and is_latent(request):
-        return unsupported_latent(request.k, request.v)
+        return unsupported_latent(request.k, request.v, request.k_scale, request.v_scale)
     if places is not None and places.by_token:
         return f"a token table with head dim {request.q.shape[-1]}, of more than {MAX_HEAD_DIM} (MLA)"
     if is_deepseek_fp8(request.k):  # an append
@@ -65,14 +65,22 @@ def unsupported_cache(request: Any) -> str | None:
     return None
 
 
-def unsupported_latent(k: Tensor, v: Tensor) -> str | None:
+def unsupported_latent(k: Tensor, v: Tensor, k_scale: Any = None, v_scale: Any = None) -> str | None:
     """Returns why a cache of MLA is not supported, or None."""
     if is_deepseek_fp8(k):
         aligned = k.stride(-1) == 1 and all(x % 4 == 0 for x in (*k.stride()[:-1], k.storage_offset()))
         return None if aligned else "tokens of 656 bytes that are not contiguous at multiples of 4 bytes"
-    if format_of(k) is not None or k.dtype != v.dtype:
+    found = format_of(k)
+    if k.dtype != v.dtype or (found is not None and found.bits < 8):
         return f"a cache of {k.dtype} and {v.dtype} with a head dim above {MAX_HEAD_DIM}"
-    return None
+    if found is None:
+        return None
+    if has_address(k) and not shares_memory(k, v):
+        return f"values of {v.dtype} that are not the first columns of the keys, with a head dim above {MAX_HEAD_DIM}"
+    is_one = (
+        k_scale is v_scale if isinstance(k_scale, Tensor) else not isinstance(v_scale, Tensor) and k_scale == v_scale
+    )
+    return None if is_one else "two scales of an MLA cache, whose values are part of the keys"
 
 
 def declines(request: Any, gpu: Gpu | None) -> str | None:

@@ -126,8 +126,8 @@ class CacheSizes(NamedTuple):
 class AppendConfig(NamedTuple):
     """KV heads, query heads; head dim of queries, and that padded; heads of a tile; half the dims that are rotated;
     whether neighbouring dims form a pair; the first dim that is rotated; sequences that are searched at once; formats
-    of the cache; whether it is DeepSeek's fp8 format, of which K is the latent numbers and V the rest of the key;
-    whether the launch overlaps the one before."""
+    of the cache, of V None if values are part of the keys; whether it is DeepSeek's fp8 format, of which K is the
+    latent numbers and V the rest of the key; whether the launch overlaps the one before."""
 
     KV_HEADS: int
     HEADS: int
@@ -139,7 +139,7 @@ class AppendConfig(NamedTuple):
     FIRST_ROTATED: int
     BLOCK_BATCH: int
     K: CacheFormat
-    V: CacheFormat
+    V: CacheFormat | None
     PACKED: bool
     OVERLAP: bool
 
@@ -342,7 +342,7 @@ def append_token(new, source, cache, scales, slot, angles, norms, CONFIG: tl.con
         write_heads(x, h, cache.k, scales.k, slot, CACHE_K, CONFIG)
         if CONFIG.PACKED:
             write_heads(x, h, cache.v, scales.v, slot, CACHE_V, CONFIG)
-        else:
+        elif CONFIG.V is not None:
             p = token_pointer(v_new, source[0], source[1])
             x = NewToken(p, v_new.strides, None, 1.0, 0.0, None, None, 0, 0)
             write_heads(x, h, cache.v, scales.v, slot, CACHE_V, CONFIG)

@@ -49,13 +49,14 @@ def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:
     return CacheFormat(found.name, groups, block, kind, found.largest, 0, dim, padded(dim))
 
 
-def formats_of(request: AppendRequest) -> tuple[CacheFormat, CacheFormat]:
+def formats_of(request: AppendRequest) -> tuple[CacheFormat, CacheFormat | None]:
     """What the kernel writes: K and V, or of DeepSeek's fp8 format the latent numbers and the rest of the key."""
     if is_deepseek_fp8(request.k):
         latent = CacheFormat("e4m3", GROUPS, LATENT // GROUPS, "token", 448.0, 0, LATENT, LATENT)
         return latent, CacheFormat(None, 1, ROPE, None, 1.0, LATENT, ROPE, ROPE)
     k = cache_format(request.k, request.k_scale, request.k_new.shape[-1])
-    return k, cache_format(request.v, request.v_scale, request.v_new.shape[-1])
+    v = None if request.keys_alone else cache_format(request.v, request.v_scale, request.v_new.shape[-1])
+    return k, v
 
 
 def written_views(request: AppendRequest) -> tuple[KeyValue, KeyValue]:

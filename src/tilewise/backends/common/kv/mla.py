@@ -6,7 +6,8 @@ keys, a program whose results have a nan sets its flag (FLAG_NAN), and a second 
 so that a value cannot reach a row that does not see it.
 
 A cache in DeepSeek's fp8 format (tilewise.kv_formats) is four parts of 128 numbers in e4m3. Their scales, one for each
-token and part, are factors of the columns of S and P: products have operands in float16, which holds e4m3 exactly.
+token and part, are factors of the columns of S and P: products have operands in float16, which holds e4m3 exactly. So
+are caches of 576 numbers of 8 bits, with one scale for each token, or for all.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from .combine import (
     tile_rows,
 )
 from .decode import visible_keys
-from .formats import power_of_two, unpack_words
+from .formats import head_scale, power_of_two, side_by_side, unpack_words
 from .schedule import RUNTIME_SIZES, load_item, load_split, split_record
 from .visibility import TreeMask, mask_pairs, pairs_seen, seen_by_all
 
@@ -45,13 +46,13 @@ LATENT_GROUPS: tl.constexpr = tl.constexpr(4)
 
 
 class LatentCache(NamedTuple):
-    """Views of a cache: the latent numbers (of bytes in DeepSeek's fp8 format), the rest of the key, the values where
-    they are not the latent numbers, and the scales; and where its tokens are, as in `KvCacheView`."""
+    """Views of a cache: the latent numbers (of bytes if they are quantised), the rest of the key, the values where they
+    are not the latent numbers, and their `formats.Scale`; and where its tokens are, as in `KvCacheView`."""
 
     latent: tl.tuple
     rest: tl.tuple
     v: tl.tuple
-    scales: tl.tuple
+    scale: tl.tuple
     page_table: tl.tensor
     indptr: tl.tensor
     rows: tl.tensor
@@ -60,9 +61,10 @@ class LatentCache(NamedTuple):
 class LatentConfig(NamedTuple):
     """What the kernel is compiled for. Beside those of `DecodeConfig`:
 
-    PACKED: DeepSeek's fp8 format. NATIVE_FP8: the GPU converts e4m3. SHARED: the values are the latent numbers.
-    OPERAND: of both products, or of that of the REST if PACKED; None for the dtype of q and the cache. BY_TOKEN: the
-    page table has the slot of each key.
+    FORMAT: of the latent numbers, None for floats that attention computes in. SCALE: None, "head" (the same for all
+    keys of a sequence and head), "token", or "group" for DeepSeek's fp8 format, whose REST is bfloat16. NATIVE_FP8: the
+    GPU converts e4m3. SHARED: the values are the latent numbers. OPERAND: of both products, or of that of a REST in
+    bfloat16; None for the dtype of q and the cache. BY_TOKEN: the page table has the slot of each key.
     """
 
     GROUP: int
@@ -70,7 +72,8 @@ class LatentConfig(NamedTuple):
     DV: int
     BLOCK_M: int
     BLOCK_N: int
-    PACKED: bool
+    FORMAT: str | None
+    SCALE: str | None
     NATIVE_FP8: bool
     SHARED: bool
     OPERAND: str | None
@@ -107,15 +110,19 @@ def as_operand(x, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def load_latent_queries(q, rows, exists, CONFIG: tl.constexpr):
-    """If the cache is PACKED, rows of bfloat16 queries are divided by a power of two, so that float16 holds them."""
+def load_latent_queries(q, rows, exists, scale, CONFIG: tl.constexpr):
+    """If the cache is quantised, rows of bfloat16 queries are divided by a power of two, so that float16 holds them.
+    `scale`: of the cache, if it is the same for all keys."""
     mask = exists[:, None]
     c = tl.arange(0, REST)[None, :]
     rest = tl.load(rows[:, None] + columns(q, LATENT + c), mask=mask & (LATENT + c < CONFIG.D), other=0.0)
-    rest = as_operand(rest, CONFIG)
     factor = tl.full([rows.shape[0]], 1.0, tl.float32)
+    if CONFIG.SCALE == "head":
+        factor *= scale
     parts = ()
-    if not CONFIG.PACKED:
+    if CONFIG.FORMAT is None or CONFIG.SCALE == "group":
+        rest = as_operand(rest, CONFIG)
+    if CONFIG.FORMAT is None:
         d = tl.arange(0, LATENT)[None, :]
         parts += (as_operand(tl.load(rows[:, None] + columns(q, d), mask=mask, other=0.0), CONFIG),)
     else:
@@ -126,22 +133,28 @@ def load_latent_queries(q, rows, exists, CONFIG: tl.constexpr):
             x = tl.load(rows[:, None] + columns(q, g * WIDTH + d), mask=mask, other=0.0)
             most = tl.maximum(most, tl.max(tl.abs(x.to(tl.float32)), 1))
             parts += (x,)
+        if CONFIG.SCALE != "group":
+            most = tl.maximum(most, tl.max(tl.abs(rest.to(tl.float32)), 1))
         if q.ptr.dtype.element_ty == tl.bfloat16:
-            factor, inverse = power_of_two(most)
+            power, inverse = power_of_two(most)
+            factor *= power
             halves = ()
             for g in tl.static_range(LATENT_GROUPS):
                 halves += ((parts[g].to(tl.float32) * inverse[:, None]).to(tl.float16),)
             parts = halves
+            if CONFIG.SCALE != "group":
+                rest = (rest.to(tl.float32) * inverse[:, None]).to(tl.float16)
     return LatentQueries(parts, factor, rest)
 
 
 @triton.jit
 def unpack_latent(x, q_tile, CONFIG: tl.constexpr):
-    """Bytes of e4m3 as an operand of the product with a tile of queries."""
+    """Bytes of quantised numbers as an operand of the product with a tile of queries."""
     if CONFIG.NATIVE_FP8:
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(q_tile.dtype)
     else:
-        return unpack_words(x, 0, "e4m3").to(q_tile.dtype)
+        FORMAT: tl.constexpr = CONFIG.FORMAT
+        return unpack_words(x, 0, FORMAT).to(q_tile.dtype)
 
 
 @triton.jit
@@ -166,6 +179,33 @@ def load_places(keys, at, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def load_scales(keys, page, h, at, page_size, inside, CONFIG: tl.constexpr):
+    """The scales of the keys from `at` on, for each part of the latent numbers: one by token is that of all parts."""
+    x = keys.cache.scale.x
+    base, rows = token_offsets(x, page, h, at, page_size, inside, CONFIG)
+    found = ()
+    if CONFIG.SCALE == "group":
+        for g in tl.static_range(LATENT_GROUPS):
+            found += (tl.load(x.ptr + base + rows + g, mask=inside, other=0.0),)
+    elif CONFIG.SCALE == "token":
+        scale = tl.load(x.ptr + base + rows, mask=inside, other=0.0)
+        for _ in tl.static_range(LATENT_GROUPS):
+            found += (scale,)
+    return found
+
+
+@triton.jit
+def quantised_scores(queries, latent, scales, rest, CONFIG: tl.constexpr):
+    """q.k of a tile of a quantised cache whose REST is quantised too."""
+    product = tl.dot(queries.rest, tl.trans(rest), input_precision=CONFIG.PRECISION)
+    for g in tl.static_range(LATENT_GROUPS):
+        product = tl.dot(queries.parts[g], tl.trans(latent[g]), product, input_precision=CONFIG.PRECISION)
+    if CONFIG.SCALE == "token":
+        product *= scales[0][None, :]
+    return product * queries.factor[:, None]
+
+
+@triton.jit
 def packed_scores(queries, latent, scales, rest, CONFIG: tl.constexpr):
     """q.k of a tile in DeepSeek's fp8 format."""
     product = tl.dot(queries.parts[0], tl.trans(latent[0]), input_precision=CONFIG.PRECISION) * scales[0][None, :]
@@ -180,7 +220,7 @@ def packed_scores(queries, latent, scales, rest, CONFIG: tl.constexpr):
 def attend_latent(queries, keys, w, rows, params, tree, page_size, CONFIG: tl.constexpr):
     """(out, m, l, top) as `decode.attend`."""
     N: tl.constexpr = CONFIG.BLOCK_N
-    PARTS: tl.constexpr = LATENT_GROUPS if CONFIG.PACKED else 1
+    PARTS: tl.constexpr = 1 if CONFIG.FORMAT is None else LATENT_GROUPS
     WIDTH: tl.constexpr = LATENT // PARTS
     cache = keys.cache
     full_lo, full_hi = seen_by_all(keys.start, w, params, CONFIG)
@@ -190,7 +230,7 @@ def attend_latent(queries, keys, w, rows, params, tree, page_size, CONFIG: tl.co
     acc = ()
     for _ in tl.static_range(PARTS):
         acc += (tl.full([CONFIG.BLOCK_M, WIDTH], 0.0, tl.float32),)
-    unit = 1e-30  # of acc, if PACKED: the largest scale so far
+    unit = 1e-30  # of acc, if tokens have scales: the largest so far
     top = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
     i = rows.i[:, None]
     h = rows.h[:, None]
@@ -204,19 +244,25 @@ def attend_latent(queries, keys, w, rows, params, tree, page_size, CONFIG: tl.co
         if CONFIG.BY_TOKEN:
             inside = inside & (page >= 0) & (page < keys.num_pages * page_size)
         base, offsets = token_offsets(cache.rest, page, w.h, at, page_size, inside, CONFIG)
-        rest = as_operand(load_keys(cache.rest, base, offsets, inside, CONFIG.D - LATENT, REST), CONFIG)
+        rest = load_keys(cache.rest, base, offsets, inside, CONFIG.D - LATENT, REST)
+        if CONFIG.FORMAT is None or CONFIG.SCALE == "group":
+            rest = as_operand(rest, CONFIG)
+        else:
+            rest = unpack_latent(rest, queries.rest, CONFIG)
         base, offsets = token_offsets(cache.latent, page, w.h, at, page_size, inside, CONFIG)
         latent = ()
         scales = ()
-        if CONFIG.PACKED:
-            scale_base, scale_rows = token_offsets(cache.scales, page, w.h, at, page_size, inside, CONFIG)
+        if CONFIG.FORMAT is not None:
             d = tl.arange(0, WIDTH)[None, :]
             for g in tl.static_range(PARTS):
-                p_bytes = cache.latent.ptr + base + (offsets[:, None] + (g * WIDTH + d))
+                p_bytes = cache.latent.ptr + base + (offsets[:, None] + columns(cache.latent, g * WIDTH + d))
                 x = tl.load(p_bytes, mask=inside[:, None], other=0)
                 latent += (unpack_latent(x, queries.parts[g], CONFIG),)
-                scales += (tl.load(cache.scales.ptr + scale_base + scale_rows + g, mask=inside, other=0.0),)
-            product = packed_scores(queries, latent, scales, rest, CONFIG)
+            scales = load_scales(keys, page, w.h, at, page_size, inside, CONFIG)
+            if CONFIG.SCALE == "group":
+                product = packed_scores(queries, latent, scales, rest, CONFIG)
+            else:
+                product = quantised_scores(queries, latent, scales, rest, CONFIG)
         else:
             latent += (as_operand(load_keys(cache.latent, base, offsets, inside, LATENT, LATENT), CONFIG),)
             product = tl.dot(queries.parts[0], tl.trans(latent[0]), input_precision=CONFIG.PRECISION)
@@ -233,8 +279,8 @@ def attend_latent(queries, keys, w, rows, params, tree, page_size, CONFIG: tl.co
         mask = None
         if CONFIG.REPAIR:
             mask = pairs_seen(pairs, keys.start, tree, at, params, CONFIG)
-        if CONFIG.PACKED:
-            acc, unit = add_packed_values(acc, p, alpha, latent, scales, unit, mask, CONFIG)
+        if CONFIG.FORMAT is not None:
+            acc, unit = add_quantised_values(acc, p, alpha, latent, scales, unit, mask, CONFIG)
         else:
             v_tile = latent[0]
             if not CONFIG.SHARED:
@@ -243,40 +289,41 @@ def attend_latent(queries, keys, w, rows, params, tree, page_size, CONFIG: tl.co
             acc = (dot(p.to(v_tile.dtype), v_tile, acc[0] * alpha[:, None], mask, CONFIG),)
         page = next_page
     out = acc[0]
-    if CONFIG.PACKED:
-        out = side_by_side(side_by_side(acc[0], acc[1]), side_by_side(acc[2], acc[3])) * unit
+    if CONFIG.FORMAT is not None:
+        out = side_by_side(side_by_side(acc[0], acc[1]), side_by_side(acc[2], acc[3]))
+    if CONFIG.SCALE == "group" or CONFIG.SCALE == "token":
+        out *= unit
     if CONFIG.FOLD:
         top *= params.scale
     return out, m, l, top
 
 
 @triton.jit
-def add_packed_values(acc, p, alpha, latent, scales, unit, mask, CONFIG: tl.constexpr):
-    """(acc * alpha + p v, unit): p times the scales could be too small for float16, so sums are kept in units of the
-    largest scale so far. With a mask (the repair launch), a token whose scale is not finite has values of nan."""
+def add_quantised_values(acc, p, alpha, latent, scales, unit, mask, CONFIG: tl.constexpr):
+    """(acc * alpha + p v, unit): p times the scales of tokens could be too small for float16, so sums are kept in units
+    of the largest scale so far. With a mask (the repair launch), a token whose scale is not finite has values of
+    nan."""
+    BY_TOKEN: tl.constexpr = CONFIG.SCALE == "group" or CONFIG.SCALE == "token"
     largest = unit
     finite_scales = ()
-    for g in tl.static_range(LATENT_GROUPS):
-        scale = scales[g]
-        if mask is not None:
-            scale = tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
-        finite_scales += (scale,)
-        largest = tl.maximum(largest, tl.max(tl.abs(scale), 0))
-    alpha = alpha * (unit / largest)
+    if BY_TOKEN:
+        for g in tl.static_range(LATENT_GROUPS):
+            scale = scales[g]
+            if mask is not None:
+                scale = tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
+            finite_scales += (scale,)
+            largest = tl.maximum(largest, tl.max(tl.abs(scale), 0))
+        alpha = alpha * (unit / largest)
     found = ()
     for g in tl.static_range(LATENT_GROUPS):
         v_tile = latent[g]
-        if mask is not None:
-            v_tile = tl.where((finite_scales[g] == scales[g])[:, None], v_tile, float("nan")).to(latent[g].dtype)
-        weights = (p * (finite_scales[g] / largest)[None, :]).to(v_tile.dtype)
-        found += (dot(weights, v_tile, acc[g] * alpha[:, None], mask, CONFIG),)
+        weights = p
+        if BY_TOKEN:
+            if mask is not None:
+                v_tile = tl.where((finite_scales[g] == scales[g])[:, None], v_tile, float("nan")).to(latent[g].dtype)
+            weights = p * (finite_scales[g] / largest)[None, :]
+        found += (dot(weights.to(v_tile.dtype), v_tile, acc[g] * alpha[:, None], mask, CONFIG),)
     return found, largest
-
-
-@triton.jit
-def side_by_side(a, b):
-    """The columns of a, then those of b."""
-    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -333,7 +380,10 @@ def mla_kernel(
         w = Work(item.b, head, item.first, item.q0, item.n_q, 0, item.n_k, item.q0 + item.b * n_q)
         r = tl.arange(0, CONFIG.BLOCK_M)
         at = tile_rows(item, head, r, None, CONFIG.GROUP)
-        queries = load_latent_queries(q, row_pointers(q, item, at), at.exists, CONFIG)
+        key_scale = 1.0
+        if CONFIG.SCALE == "head":
+            key_scale = head_scale(cache.scale, tl.minimum(item.b, batch - 1), head)
+        queries = load_latent_queries(q, row_pointers(q, item, at), at.exists, key_scale, CONFIG)
         first_key, hi = visible_keys(item, before, after, CONFIG)
         lo = tl.maximum((item.first_chunk + chunk) * chunk_size, first_key // CONFIG.BLOCK_N * CONFIG.BLOCK_N)
         hi = tl.minimum(hi, (item.first_chunk + stop) * chunk_size)
@@ -353,6 +403,8 @@ def mla_kernel(
             counts = at.exists & (item.b < batch) & (top > float("-inf"))
             tl.atomic_max(line + at.h, top, mask=counts, sem="relaxed")
         out = out / tl.where(l == 0.0, 1.0, l)[:, None]
+        if CONFIG.SCALE == "head":
+            out *= head_scale(cache.scale, tl.minimum(item.b, batch - 1), head)
         partial = Partial(out, m if CONFIG.LARGE_SCORES else row_logsumexp(m, l, None), l)
         # 0, which the compiler does not know: addresses are computed here, not kept in registers during the loop
         late = tl.multiple_of(stop - stop * tl.num_programs(1), 128)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ....kv_formats import LATENT, is_deepseek_fp8, packed_parts
-from ....kv_request import KvCall
+from ....kv_formats import LATENT, format_of, has_token_scales, is_deepseek_fp8, packed_parts
+from ....kv_request import KvCall, Scale
 from ....request import Gpu
 from ..device.structs import View
 from ..kernel_call import view
@@ -22,6 +24,7 @@ from .launches import (
     kernel_options,
     planned,
     rows_differ,
+    scale_of,
     schedule_launches,
     schedule_sizes,
 )
@@ -31,18 +34,28 @@ from .partition import Partition
 __all__ = ["attend_launches", "planned", "schedule_launches", "schedule_sizes"]  # a module `KvLaunches`
 
 
-def cache_views(k: Tensor, v: Tensor, shared: bool) -> tuple[View, View, View, View]:
-    """The latent numbers, the rest of the key, the values if they are not the former, and the scales."""
-    if not is_deepseek_fp8(k):
-        return view(k[..., :LATENT]), view(k[..., LATENT:]), NO_VIEW if shared else view(v), NO_VIEW
-    latent, scales, rest = packed_parts(k)
-    return view(latent), view(rest), NO_VIEW, view(scales)
+def cache_views(k: Tensor, v: Tensor, shared: bool, scale: Scale = None) -> tuple[View, View, View, Any]:
+    """The latent numbers, the rest of the key, the values if they are not the former, and the scale."""
+    if is_deepseek_fp8(k):
+        latent, scales, rest = packed_parts(k)
+        return view(latent), view(rest), NO_VIEW, scale_of(scales)
+    if format_of(k) is not None:
+        k = k.view(torch.uint8)
+    return view(k[..., :LATENT]), view(k[..., LATENT:]), NO_VIEW if shared else view(v), scale_of(scale)
+
+
+def scale_kind(k: Tensor, scale: Scale) -> str | None:
+    """SCALE of `LatentConfig`."""
+    if is_deepseek_fp8(k):
+        return "group"
+    return None if scale is None else "token" if has_token_scales(scale) else "head"
 
 
 def operand_of(q: Tensor, k: Tensor, gpu: Gpu) -> tuple[str | None, str]:
-    """(OPERAND, PRECISION): float32 if q and the cache, or in DeepSeek's format its bfloat16 part, differ."""
+    """(OPERAND, PRECISION): float32 if q and the cache, or in DeepSeek's format its bfloat16 part, differ. Other
+    quantised numbers become operands in the dtype of the queries' tiles."""
     dtype = torch.bfloat16 if is_deepseek_fp8(k) else k.dtype
-    if q.dtype == dtype:
+    if q.dtype == dtype or (format_of(k) is not None and not is_deepseek_fp8(k)):
         return None, precision(q, gpu)
     return "float32", "tf32" if q.element_size() == 2 and gpu.kind != "hip" else precision(q, gpu)
 
@@ -64,6 +77,8 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
     terms = device_terms(dense, target.gpu)
     operand, accuracy = operand_of(q, k, target.gpu)
     block_n, stages = partition.tile.block_n, partition.tile.stages
+    found = format_of(k)
+    native = target.gpu.kind == "cuda" and target.gpu.capability >= E4M3_CAPABILITY and not INTERPRETED
     if not shared:  # shared memory holds values too
         block_n, stages = min(block_n, 32), 1
     config = LatentConfig(
@@ -72,8 +87,9 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
         DV=v.shape[-1],
         BLOCK_M=partition.tile.block_m,
         BLOCK_N=block_n,
-        PACKED=is_deepseek_fp8(k),
-        NATIVE_FP8=target.gpu.kind == "cuda" and target.gpu.capability >= E4M3_CAPABILITY and not INTERPRETED,
+        FORMAT=None if found is None else found.name,
+        SCALE=scale_kind(k, request.k_scale),
+        NATIVE_FP8=native and found is not None and found.name == "e4m3",
         SHARED=shared,
         OPERAND=operand,
         PRECISION=accuracy,
@@ -91,7 +107,7 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
     )
     args = (
         view(q),
-        LatentCache(*cache_views(k, v, shared), places.table, places.indptr, places.rows),
+        LatentCache(*cache_views(k, v, shared, request.k_scale), places.table, places.indptr, places.rows),
         buffers_of(call),
         request.tree,
         *(spec.before, spec.after, scale),

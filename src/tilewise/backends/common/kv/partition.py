@@ -132,7 +132,8 @@ def _small_tile(itemsize: int, dim: int, fits_16: bool) -> KvTile:
 
 def latent_tile(arch: Arch, itemsize: int, rows: int, portable: bool) -> KvTile:
     """The tile for sequences with at most so many rows (0 if unknown). `portable`: what the Hopper kernel does not
-    read: a token table, or DeepSeek's fp8 format with queries that are not bfloat16 or splits of a fixed size.
+    read: a token table, DeepSeek's fp8 format with queries that are not bfloat16 or splits of a fixed size, or another
+    quantised cache.
 
     >>> latent_tile(90, 2, 16, False)[:5], latent_tile(90, 2, 16, True)[:5]
     ((64, 64, 8, 2, 1), (16, 64, 8, 2, 1))
@@ -223,7 +224,8 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     group = q.shape[-2] // k.shape[-2]
     max_rows = request.max_seqlen_q * group  # of a sequence; 0 if unknown
     if tile is None and is_latent(request):
-        portable = is_deepseek_fp8(k) and (q.dtype != torch.bfloat16 or request.split is not None)
+        portable = format_of(k) is not None and not is_deepseek_fp8(k)
+        portable = portable or (is_deepseek_fp8(k) and (q.dtype != torch.bfloat16 or request.split is not None))
         portable = portable or request.places.by_token
         tile = latent_tile(gpu.arch, q.element_size(), max_rows, portable)
     if tile is None:
