@@ -39,6 +39,11 @@ BAD = {
 }  # fmt: skip
 EXTRAS = {"moba": ("gate",), "nsa": ("compressed", "blocks"), "topk": ("columns", "poison"), "neighborhood": ()}
 
+SECOND = (
+    "total = sum(g.sum() for g in grads) + 0 * sum(x.sum() for x in leaves)",
+    "grads = *grads, *torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)",
+)
+
 
 @dataclass(frozen=True)
 class SparseCase:
@@ -112,7 +117,8 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> SparseCase:
     """A call that is right, or one with an argument that is wrong; `small` for the interpreter."""
     function, most = r.choice(FUNCTIONS), 16 if small else 60
     case = SparseCase(
-        function=function, mode=r.choice(("call", "backward", "backward", "no_grad")), dtype=r.choice(dtypes),
+        function=function, mode=r.choice(("call", "backward", "backward", "no_grad", "create_graph")),
+        dtype=r.choice(dtypes),
         batch=r.choice((1, 1, 2)), kv_heads=r.choice((1, 2)), group=r.choice((1, 2, 3)), d=r.choice((2, 4, 8, 16)),
         dv=r.choice((2, 4, 8, 16)), scale=r.choice((0.3, -0.5)) if r.random() < 0.2 else None,
         most=r.choice((1, 2, 3, 9)), window=r.choice((1, 3, 20, 100)),
@@ -145,7 +151,8 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> SparseCase:
 
 
 def code(case: SparseCase) -> str:
-    """The Python of a case, which leaves `outs` and, in mode "backward", `grads`."""
+    """The Python of a case, which leaves `outs`, in the modes "backward" and "create_graph" `grads`, and in the latter
+    the gradients of their sum."""
     lines = ["import torch, tilewise", "from tilewise import sparse"]
     if case.device != "cpu":
         lines.append(f"torch.set_default_device({case.device!r})")
@@ -171,7 +178,9 @@ def code(case: SparseCase) -> str:
             f"leaves = [x.requires_grad_() for x in ({', '.join(names)},)]",
             call,
             *douts,
-            "grads = torch.autograd.grad(outs, leaves, douts, allow_unused=True, materialize_grads=True)",
+            f"more = dict(allow_unused=True, materialize_grads=True, create_graph={case.mode == 'create_graph'})",
+            "grads = torch.autograd.grad(outs, leaves, douts, **more)",
+            *(SECOND if case.mode == "create_graph" else ()),
         ]
     )
 
@@ -281,7 +290,12 @@ def results(case: SparseCase, found: dict[str, Any], pairs: list[Any], dtype: to
     if "grads" not in found:
         return told
     douts = [y.to(dtype) for y in found["douts"]]
-    grads = torch.autograd.grad([*outs.values()], leaves, douts, allow_unused=True, materialize_grads=True)
+    again = case.mode == "create_graph"
+    zeros: Any = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad([*outs.values()], leaves, douts, create_graph=again, **zeros)
+    if again:
+        total = sum(g.sum() for g in grads) + 0 * sum(x.sum() for x in leaves)
+        grads = *grads, *torch.autograd.grad(total, leaves, **zeros)
     return told | {f"gradient {n}": g for n, g in enumerate(grads)}
 
 
