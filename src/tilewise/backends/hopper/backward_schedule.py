@@ -39,6 +39,8 @@ SPLIT_CYCLES = 1800.0  # of a split, beside the parts' memory
 L2_IN_USE = 56 << 20  # L2 holds so many bytes of Q, dO and dQ; a working set of twice the size adds L2_MISS to the time
 L2_MISS = 0.1
 GAIN = 0.96  # a split that is estimated to take more of the time than this is not worth its memory
+ALIKE = 1.02  # of splits whose times are estimated within this factor, the one with the fewest parts is used
+MOST_TILES = 16384  # of a split, because the estimate goes through all of them: 10 ms
 MOST_ROUNDS = 16  # tiles per SM, with which all SMs are busy nearly to the end; bounds the parts to 300 MB
 
 
@@ -141,17 +143,27 @@ def _fastest_split(size: CallShape, spec: Spec, tile: BackwardTile, num_sms: int
         return Split()
     whole, *others = (estimated_cycles(size, spec, tile, split, num_sms) for split in splits)
     best = min(others)
-    return splits[1 + others.index(best)] if best < GAIN * whole else Split()
+    if best >= GAIN * whole:
+        return Split()
+    return next(split for split, cycles in zip(splits[1:], others, strict=True) if cycles <= ALIKE * best)
 
 
 def possible_splits(size: CallShape, block_n: int, num_sms: int) -> list[Split]:
     """For each number of parts the split with the most shares of query heads; the first is none. Splits into more tiles
-    than the SMs need are left out."""
+    than the SMs need are left out, unless they divide query heads and their parts are no larger than the sums of dQ:
+    with fewer heads for each tile, tiles that run at once share more of Q, dO and dQ in L2. (us of 1, 2, 4, 6 or 8, 12
+    or 16 parts: D 192, 96/8 heads, 8 x 3573: 28312, 26023, 24259, 24059, 25515; D 128, 128/8 heads, 4 x 4096: 11925,
+    10738, 9908, 10209, 10700.)"""
     group, tiles = size.heads // size.kv_heads, size.programs(size.n_k, size.kv_heads, block_n)
     most = max(1, MOST_ROUNDS * num_sms // tiles)
+    dq_size = size.programs(size.n_q, size.heads, 1) * size.d
+    part_size = size.programs(size.n_k, size.kv_heads, 1) * (size.d + size.dv)
+    most_heads = max(most, min(dq_size // part_size, MOST_TILES // tiles))
     heads = [n for n in range(1, group + 1) if group % n == 0]
+    splits = [Split(n) for n in heads if n <= most_heads]
+    splits += [Split(n, queries) for queries in (2, 4, 8) for n in heads if n * queries <= most]
     found: dict[int, Split] = {}
-    for split in (Split(n, queries) for queries in (1, 2, 4, 8) for n in heads if n * queries <= most):
+    for split in splits:
         found.setdefault(split.parts, split)
     return [found[parts] for parts in sorted(found)]
 

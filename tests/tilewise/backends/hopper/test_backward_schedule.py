@@ -49,6 +49,10 @@ def request(
         (request(4, 4096, (32, 8)), None),
         (request(1, 16384, (32, 8)), None),
         (request(64, 4096, (32, 8)), None),
+        (request(8, 3573, (96, 8), d=192), Split(4)),  # 12 query heads of each row do not fit into L2
+        (request(4, 4096, (128, 8)), Split(4)),
+        (request(4, 4096, (128, 8), None), None),  # tiles of equal length visit the same head at the same time
+        (request(64, 4096, (128, 8)), None),  # 16384 tiles
         (request(1, 128, (1, 1)), None),  # parts would take longer than they save
         (request(1, 16384, (32, 8), partial=True), Split()),  # float32 gradients are parts, be it one
         (request(1, 2048, (32, 8), partial=True), Split(2)),
@@ -56,6 +60,13 @@ def request(
 )
 def test_tiles_are_split_where_they_are_few(call: Request, expected: Split | None) -> None:
     assert schedule.choose_split(call, H200) == expected
+
+
+@pytest.mark.parametrize(("batch", "tokens", "heads"), [(8, 3573, (96, 8)), (4, 4096, (128, 8)), (4, 8192, (48, 1))])
+def test_parts_are_no_larger_than_the_sums_of_dq(batch: int, tokens: int, heads: tuple[int, int]) -> None:
+    size = call_shape(request(batch, tokens, heads))
+    most = max(x.parts for x in schedule.possible_splits(size, TILE.block_n, H200))
+    assert 1 < most <= max(heads[0] // heads[1] / 2, schedule.MOST_ROUNDS * H200 / size.programs(tokens, heads[1], 128))
 
 
 def test_packed_sequences_count_as_spread_around_their_mean() -> None:
