@@ -100,10 +100,8 @@ if has_triton("the Hopper forward in the emulator"):
             torch.randn(1, 256, 1, 64, dtype=torch.bfloat16) for _ in range(3)
         )
         out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
-        request, state = (
-            Request(q, k, v, Spec(0.125)),
-            new_state(DeviceMemory(torch.device("cpu"))),
-        )
+        request = Request(q, k, v, Spec(0.125))
+        state = new_state(DeviceMemory(q.device), request)
         forward, *_ = forward_launches(request, out, lse, state, 1)
         timeline = launch(
             forward.kernel,
