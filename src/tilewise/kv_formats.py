@@ -79,6 +79,13 @@ def scale_groups(scale: Tensor | float | None) -> int:
     return int(scale.shape[3]) if scale.dim() == 4 else 1
 
 
+def is_one_scale(k_scale: Tensor | float | None, v_scale: Tensor | float | None) -> bool:
+    """Whether keys and values have the same scale: one tensor for both, or equal numbers."""
+    if isinstance(k_scale, Tensor) or isinstance(v_scale, Tensor):
+        return k_scale is v_scale
+    return k_scale == v_scale
+
+
 def token_scales(x: Tensor, dtype: torch.dtype, groups: int = 1) -> Tensor:
     """The scales (.., heads, groups) of new tokens x (.., heads, dim) in a cache of a dtype: the largest magnitude of a
     group of dims / `largest`, in float32; 1 where that is 0."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .errors import AttentionError, shown
-from .kv_formats import ROPE, format_of, has_token_scales, is_deepseek_fp8, shared_columns
+from .kv_formats import ROPE, format_of, has_token_scales, is_deepseek_fp8, is_one_scale, shared_columns
 from .request import Request, Spec
 
 UNDIVIDED = 2**30  # keys of a split that is longer than any sequence
@@ -230,8 +230,7 @@ def keys_alone(k: Tensor, v: Tensor, k_scale: Scale, v_scale: Scale) -> bool:
     if found is None or not end:
         return False
     by_token = has_token_scales(k_scale)
-    is_one = k_scale is v_scale or not (isinstance(k_scale, Tensor) or isinstance(v_scale, Tensor))
-    if not is_one or (not isinstance(k_scale, Tensor) and k_scale != v_scale):
+    if not is_one_scale(k_scale, v_scale):
         expected = "one number or tensor for both: v_cache is a view of k_cache"
         raise AttentionError("k_scale and v_scale", f"{shown(k_scale)} and {shown(v_scale)}", expected)
     if by_token and (found.bits < 8 or end - first < v.shape[-1]):

@@ -67,44 +67,31 @@ def new_packed_lists(
 
 
 @torch.library.impl(_library, "tile_lists", "CompositeExplicitAutograd")
-def _tile_lists(
-    like: Tensor,
-    tensors: list[Tensor],
-    key: str,
-    numbers: list[float],
-    sizes: Sequence[int],
-    before: int | None,
-    after: int | None,
-    block: Sequence[int],
-) -> Lists:
-    batch, heads, n_q, n_k = sizes
-    own = block[0], block[1]
-    mod = Mod("mask", key, tuple(tensors), tuple(numbers))
-    kinds = all_kinds(mod, (batch, heads, n_q, n_k), (before, after), own, like.device)
-    return _padded(both_lists(kinds, own), kinds.numel())
+def _tile_lists(like: Tensor, *rest: Any) -> Lists:
+    mod, sizes, edges, block = _described(*rest)
+    kinds = all_kinds(mod, sizes, edges, block, like.device)
+    return _padded(both_lists(kinds, block), kinds.numel())
 
 
 @torch.library.impl(_library, "tile_lists_varlen", "CompositeExplicitAutograd")
-def _tile_lists_varlen(
-    cu_q: Tensor,
-    cu_k: Tensor,
-    tensors: list[Tensor],
-    key: str,
-    numbers: list[float],
-    sizes: Sequence[int],
-    before: int | None,
-    after: int | None,
-    block: Sequence[int],
-) -> Lists:
-    batch, heads, n_q, n_k = sizes
-    own = block[0], block[1]
-    mod = Mod("mask", key, tuple(tensors), tuple(numbers))
+def _tile_lists_varlen(cu_q: Tensor, cu_k: Tensor, *rest: Any) -> Lists:
+    mod, sizes, edges, block = _described(*rest)
     lengths = lengths_of(cu_q, cu_k)
-    for side, most in (("q", n_q), ("k", n_k)):
+    for side, most in zip("qk", sizes[2:], strict=True):
         largest(side, most, lengths)
     check_tables(mod, (None, None, *map(max, lengths)))
-    kinds = packed_kinds(mod, lengths, (batch, heads, n_q, n_k), (before, after), own, cu_q.device)
-    return _padded(both_lists(kinds, own), kinds.numel())
+    kinds = packed_kinds(mod, lengths, sizes, edges, block, cu_q.device)
+    return _padded(both_lists(kinds, block), kinds.numel())
+
+
+def _described(
+    tensors: list[Tensor], key: str, numbers: list[float], sizes: Any, before: int | None, after: int | None, block: Any
+) -> tuple[Mod, Sizes, Band, tuple[int, int]]:
+    """The mod, the sizes, the band and the tile that both ops take as their last arguments."""
+    batch, heads, n_q, n_k = sizes
+    block_q, block_k = block
+    mod = Mod("mask", key, tuple(tensors), tuple(numbers))
+    return mod, (batch, heads, n_q, n_k), (before, after), (block_q, block_k)
 
 
 def _padded(lists: Lists, most: int) -> Lists:

@@ -14,7 +14,7 @@ KINDS = ("number", "scalar", "head", "batch", "token", "group", "group 4", "grou
 
 
 def groups_of(kind: str) -> int:
-    """Scales of a token and head; 0 if it has none of its own."""
+    """How many scales a token has in each head; 0 if the scales are not by token."""
     name, _, count = kind.partition(" ")
     return {"token": 1, "group": int(count or 2)}.get(name, 0)
 

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kv_formats import format_of, has_words, head_dim, is_deepseek_fp8, is_latent, scale_groups, shares_memory
+from ...kv_formats import (
+    format_of,
+    has_words,
+    head_dim,
+    is_deepseek_fp8,
+    is_latent,
+    is_one_scale,
+    scale_groups,
+    shares_memory,
+)
 from ...request import MAX_HEAD_DIM, Gpu, Request, has_address, has_triton
 
 AMD = ("gfx942", "gfx950")
@@ -77,10 +86,7 @@ def unsupported_latent(k: Tensor, v: Tensor, k_scale: Any = None, v_scale: Any =
         return None
     if has_address(k) and not shares_memory(k, v):
         return f"values of {v.dtype} that are not the first columns of the keys, with a head dim above {MAX_HEAD_DIM}"
-    is_one = (
-        k_scale is v_scale if isinstance(k_scale, Tensor) else not isinstance(v_scale, Tensor) and k_scale == v_scale
-    )
-    return None if is_one else "two scales of an MLA cache, whose values are part of the keys"
+    return None if is_one_scale(k_scale, v_scale) else "two scales of an MLA cache, whose values are part of the keys"
 
 
 def declines(request: Any, gpu: Gpu | None) -> str | None:

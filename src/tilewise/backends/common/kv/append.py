@@ -125,9 +125,10 @@ class CacheSizes(NamedTuple):
 
 class AppendConfig(NamedTuple):
     """KV heads, query heads; head dim of queries, and that padded; heads of a tile; half the dims that are rotated;
-    whether neighbouring dims form a pair; the first dim that is rotated; sequences that are searched at once; formats
-    of the cache, of V None if values are part of the keys; whether it is DeepSeek's fp8 format, of which K is the
-    latent numbers and V the rest of the key; whether the launch overlaps the one before."""
+    whether neighbouring dims form a pair; the first dim that is rotated; sequences that are searched at once; K and V:
+    the formats of the cache; V is None if the values are columns of the keys. PACKED: DeepSeek's fp8 format; then K is
+    that of the latent numbers, and V that of the other columns of the key. OVERLAP: the launch overlaps the one
+    before."""
 
     KV_HEADS: int
     HEADS: int
