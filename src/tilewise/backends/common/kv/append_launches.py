@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 
@@ -11,7 +10,6 @@ from ....kv_formats import (
     LATENT,
     ROPE,
     format_of,
-    has_token_scales,
     is_deepseek_fp8,
     packed_parts,
     scale_groups,
@@ -30,12 +28,7 @@ from .append import (
     RotaryTables,
     append_kernel,
 )
-from .launches import NO_VIEW, kernel_options, scale_of
-
-
-def bytes_of(cache: Tensor) -> Tensor:
-    """A quantised cache as bytes."""
-    return cache if format_of(cache) is None else cache.view(torch.uint8)
+from .launches import NO_VIEW, bytes_of, kernel_options, scale_kind, scale_of
 
 
 def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:
@@ -44,9 +37,8 @@ def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:
     if found is None:
         return CacheFormat(None, 1, padded(dim), None, 1.0, 0, dim, padded(dim))
     groups = max(1, scale_groups(scale))
-    kind = None if scale is None else "token" if has_token_scales(scale) else "head"
     block = triton.next_power_of_2(dim // groups)
-    return CacheFormat(found.name, groups, block, kind, found.largest, 0, dim, padded(dim))
+    return CacheFormat(found.name, groups, block, scale_kind(scale), found.largest, 0, dim, padded(dim))
 
 
 def formats_of(request: AppendRequest) -> tuple[CacheFormat, CacheFormat | None]:

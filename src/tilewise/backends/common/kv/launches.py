@@ -65,7 +65,7 @@ def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu) -> formats.Store
     narrows = operand == torch.float16 and q.dtype == torch.bfloat16
     if found is None:
         return formats.Stored(None, False, 1, name, accuracy, None, 1, 1, 1, narrows, False)
-    kind = None if scale is None else "token" if has_token_scales(scale) else "head"
+    kind = scale_kind(scale)
     groups, blocks = max(1, scale_groups(scale)), partitions.blocks_of(scale)
     parts = 16 // found.bits if has_words(cache) else 8 // found.bits
     pairs = parts > 1 and gpu.kind == "cuda" and not INTERPRETED
@@ -74,6 +74,16 @@ def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu) -> formats.Store
     factor = narrows or kind == "head"
     grouping = groups, blocks, triton.next_power_of_2(blocks)
     return formats.Stored(found.name, found.is_integer, parts, name, accuracy, kind, *grouping, factor, pairs)
+
+
+def scale_kind(scale: Scale) -> str | None:
+    """What kernels are compiled for: SCALE of `Stored`."""
+    return None if scale is None else "token" if has_token_scales(scale) else "head"
+
+
+def bytes_of(cache: Tensor) -> Tensor:
+    """A quantised cache as bytes."""
+    return cache if format_of(cache) is None else cache.view(torch.uint8)
 
 
 def scale_of(scale: Scale) -> formats.Scale:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....kv_formats import LATENT, format_of, has_token_scales, is_deepseek_fp8, packed_parts
+from ....kv_formats import LATENT, format_of, is_deepseek_fp8, packed_parts
 from ....kv_request import KvCall, Scale
 from ....request import Gpu
 from ..device.structs import View
@@ -19,11 +19,13 @@ from .launches import (
     E4M3_CAPABILITY,
     NO_VIEW,
     buffers_of,
+    bytes_of,
     checked_partition,
     combine_launch,
     kernel_options,
     planned,
     rows_differ,
+    scale_kind,
     scale_of,
     schedule_launches,
     schedule_sizes,
@@ -39,16 +41,8 @@ def cache_views(k: Tensor, v: Tensor, shared: bool, scale: Scale = None) -> tupl
     if is_deepseek_fp8(k):
         latent, scales, rest = packed_parts(k)
         return view(latent), view(rest), NO_VIEW, scale_of(scales)
-    if format_of(k) is not None:
-        k = k.view(torch.uint8)
+    k = bytes_of(k)
     return view(k[..., :LATENT]), view(k[..., LATENT:]), NO_VIEW if shared else view(v), scale_of(scale)
-
-
-def scale_kind(k: Tensor, scale: Scale) -> str | None:
-    """SCALE of `LatentConfig`."""
-    if is_deepseek_fp8(k):
-        return "group"
-    return None if scale is None else "token" if has_token_scales(scale) else "head"
 
 
 def operand_of(q: Tensor, k: Tensor, gpu: Gpu) -> tuple[str | None, str]:
@@ -88,7 +82,7 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
         BLOCK_M=partition.tile.block_m,
         BLOCK_N=block_n,
         FORMAT=None if found is None else found.name,
-        SCALE=scale_kind(k, request.k_scale),
+        SCALE="group" if is_deepseek_fp8(k) else scale_kind(request.k_scale),
         NATIVE_FP8=native and found is not None and found.name == "e4m3",
         SHARED=shared,
         OPERAND=operand,
