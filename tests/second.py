@@ -13,9 +13,24 @@ import tilewise
 from tests.budget import largest
 from tests.cases import Case, Inputs, make
 from tests.oracle import _dense as dense
+from tilewise import mods
 
 NAMES = ("dout", "dlse", "q", "k", "v")
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+# Options whose score has derivative 1, so that the kernels differentiate them twice: of n tokens and 2 heads on a device.
+TERMS: dict[str, Callable[[int, str], dict[str, Any]]] = {
+    "sinks": lambda n, device: {"sinks": torch.randn(2, device=device), "causal": True},
+    "alibi": lambda n, device: {"alibi_slopes": torch.rand(2, device=device), "causal": True},
+    "mask mod": lambda n, device: {"mask_mod": documents(n, device)},
+    "block mask": lambda n, device: {"mask_mod": mods.block_mask(documents(n, device), n, n, device=device)},
+    "dropout": lambda n, device: {"dropout_p": 0.3, "seed": 5},
+}
+
+
+def documents(n: int, device: str) -> Any:
+    return mods.document(ids=torch.arange(n, device=device) // 12)
 
 
 def second(attend: Attend, inputs: Inputs, along: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -33,20 +33,11 @@ def test_within_budget(name: str, triton_runs: None, device: str) -> None:
     second.check(CASES[name], "triton", device)
 
 
-TERMS: dict[str, Callable[[], dict[str, object]]] = {
-    "sinks": lambda: {"sinks": torch.randn(2), "causal": True},
-    "alibi": lambda: {"alibi_slopes": torch.rand(2), "causal": True},
-    "mask mod": lambda: {"mask_mod": mods.document(ids=torch.arange(33) // 12)},
-    "block mask": lambda: {"mask_mod": mods.block_mask(mods.document(ids=torch.arange(33) // 12), 33, 33)},
-    "dropout": lambda: {"dropout_p": 0.3, "seed": 5},
-}
-
-
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("term", second.TERMS)
 def test_terms(term: str, triton_runs: None) -> None:
     """Terms whose score has derivative 1: the same as the reference in float64."""
     torch.manual_seed(0)
-    case, options = Case(n_q=33, n_k=33), TERMS[term]() | {"window": None, "scale": 0.3}
+    case, options = Case(n_q=33, n_k=33), second.TERMS[term](33, "cpu") | {"window": None, "scale": 0.3}
     inputs, along = make(case, "cpu"), make(Case(n_q=33, n_k=33, seed=1), "cpu")
     found = second.ours(inputs, along[1:4], "triton", **options)
     wide = inputs._replace(**{name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout", "dlse")})
@@ -172,3 +163,12 @@ def test_tiles_fit(arch: int, shared: int, dim: int) -> None:
         assert x["spills"] == 0, x
         assert x["shared"] <= shared, x
         assert not x["warnings"], x
+
+
+@pytest.mark.slow
+def test_terms_compile() -> None:
+    """The interpreter runs what the compiler may refuse."""
+    row = {"dtype": "bfloat16", "dim": 64, "all_kernels": True}
+    rows = [row | {"arch": 90, "term": "block mask"}, row | {"arch": 80, "term": "alibi"}]
+    made = reports("tests.tilewise.backends.compile_hvp", rows)
+    assert sum(x["kernel"] == "hvp_key_kernel" for x in made) == len(rows)

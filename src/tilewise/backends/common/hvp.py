@@ -283,8 +283,9 @@ def hvp_key_kernel(
     w = locate(tl.program_id(0), grid, seqs, cu_k, CONFIG.BLOCK_N)
     if w.first < w.n_k:
         if tensors.dk_acc is None:
-            params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
-            dk_acc, dv_acc = key_tangents(tensors, grid, seqs, w, rate, params, CONFIG, False)
+            dk_acc, dv_acc = key_tangents(
+                tensors, grid, seqs, w, rate, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False
+            )
         else:
             dk_acc = load_sums(tensors.dk_acc, heads, w, CONFIG.BLOCK_N, CONFIG.D)
             dv_acc = load_sums(tensors.dv_acc, heads, w, CONFIG.BLOCK_N, CONFIG.DV)
