@@ -284,7 +284,14 @@ def hvp_key_kernel(
     if w.first < w.n_k:
         if tensors.dk_acc is None:
             dk_acc, dv_acc = key_tangents(
-                tensors, grid, seqs, w, rate, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False
+                tensors,
+                grid,
+                seqs,
+                w,
+                rate,
+                ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+                CONFIG,
+                False,
             )
         else:
             dk_acc = load_sums(tensors.dk_acc, heads, w, CONFIG.BLOCK_N, CONFIG.D)
