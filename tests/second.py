@@ -19,7 +19,7 @@ NAMES = ("dout", "dlse", "q", "k", "v")
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-# Options whose score has derivative 1, so that the kernels differentiate them twice: of n tokens and 2 heads on a device.
+# Options whose score has derivative 1, so that the kernels differentiate them twice: of n tokens and 2 heads.
 TERMS: dict[str, Callable[[int, str], dict[str, Any]]] = {
     "sinks": lambda n, device: {"sinks": torch.randn(2, device=device), "causal": True},
     "alibi": lambda n, device: {"alibi_slopes": torch.rand(2, device=device), "causal": True},

@@ -50,11 +50,11 @@ RANK = {unit: rank for rank, line in enumerate(LAYERS) for unit in line.split()}
 
 # Units that not every higher layer may import.
 ONLY_FOR = {
-    "backends.hopper": "backends.registry sparse.topk sparse.block_attention",
+    "backends.hopper": "backends.registry sparse.topk sparse.block_ops",
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
     "backends.common": "backends.registry backends.hopper backends.triton backends.reference"
-    " warmup kv_warmup distributed.calls sparse.topk sparse.block_attention sparse.nsa sparse.packed"
+    " warmup kv_warmup distributed.calls sparse.topk sparse.block_ops sparse.nsa sparse.packed"
     " sparse.moba",
     "backends.common.device": "backends.common backends.hopper backends.triton",
 }

@@ -13,7 +13,7 @@ import tilewise
 from tests import second
 from tests.cases import Case, make
 from tests.compiling import reports
-from tilewise import AttentionError, mods
+from tilewise import AttentionError
 
 CASES = {
     "full, odd, grouped heads": Case(n_q=19, n_k=37, heads=4, kv_heads=2, d=8, dv=24),
