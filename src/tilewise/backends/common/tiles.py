@@ -202,7 +202,10 @@ HOPPER["forward groups", 2] = {256: Tile(64, 32, 4, 2)}  # 128x64x8 spills 8 to 
 AMPERE["forward groups", 2] = {64: Tile(64, 64, 4, 2)}  # 128x64x4 spills 12 to 56 bytes with terms, with a bias 1.2 KB
 HOPPER["forward bias", 2] = {128: Tile(64, 32, 4, 3)}  # 64x64x4 spills 2 KB, 64x64x8 with 2 stages none
 AMPERE["forward bias", 2] = {128: Tile(64, 32, 8, 2)}  # 128x64x8 spills 1.7 KB, 64x64x8 and 64x32x4 60 bytes
-AMPERE["forward blocks", 2] = {128: Tile(64, 32, 8, 2)}  # 64 KB; 128x64x8 wants 168 KB, and spills 1.9
+AMPERE["forward blocks", 2] = {  # with a mask that reads a tensor by i and j, as that of a neighborhood:
+    64: Tile(64, 64, 4, 2),  # 72 KB; 128x64x4 wants 128, and sm_86, sm_89 and sm_120 have 99
+    128: Tile(64, 32, 8, 2),  # 64 KB; 128x64x8 wants 168 KB, and spills 1.9
+}
 AMPERE["key blocks", 2] = {128: Tile(32, 64, 8, 2)}  # 72 KB; 64x64x8 wants 112, and spills 708 bytes
 AMPERE["forward blocks", 4] = {  # with their pass's tiles they spill 120 and 168 bytes
     128: Tile(32, 32, 8, 1, chunk=32),
