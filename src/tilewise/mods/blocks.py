@@ -30,6 +30,7 @@ from tilewise.mods.tile_lists import (
     new_lists,
     new_packed_lists,
     of_part,
+    part_key,
 )
 from tilewise.request import Request, band
 
@@ -186,6 +187,9 @@ class BlockMask(NamedTuple):
         batch, heads, *_ = self.shape
         check_mask(mod, self.block, {"b": batch, "h": heads})
         check_devices(mod, self.lists[0].device)
+        if self.mod.key != mod.key and self.mod.key in (part_key(mod.key, True), part_key(mod.key, False)):
+            found, expected = "given to a mask of some queries", "None; or call it on the mask of the whole sequence"
+            raise AttentionError(f"mod of BlockMask.{name}", found, expected)
         if (mod.key, mod.numbers) != (self.mod.key, self.mod.numbers):
             raise AttentionError(f"mod of BlockMask.{name}", shown(mod), f"{self.mod!r} with longer tensors")
         made: Mod = mod

@@ -272,7 +272,9 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> It
 
 def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
     """(p, lse) over the last axis; a row without keys gets 0 and -inf."""
-    lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+    empty = (s == -torch.inf).all(-1)
+    # the tangent of torch's logsumexp is nan where every score is -inf
+    lse = torch.logsumexp(s.masked_fill(empty[..., None], 0.0), -1).masked_fill(empty, -torch.inf)
     return torch.exp(s - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]), lse
 
 

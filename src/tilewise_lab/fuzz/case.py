@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tilewise_lab.fuzz import kv, sparse
+from tilewise_lab.fuzz import grown, kv, mla, sparse
 from tilewise_lab.fuzz.twins import MASK, SCORE, Twin
 
 FORWARD = ("call", "no_grad", "inference", "vmap")  # modes that ask for no derivative
@@ -13,7 +13,8 @@ REVERSE = (
     "backward", "enable_grad", "autocast", "func.grad", "func.vjp", "jacrev", "vmap of grad", "functional_call",
     "checkpoint", "compile eager", "compile aot_eager",
 )  # fmt: skip
-MODES = (*FORWARD, *REVERSE, "jvp", "second")
+SECOND = ("second", "jvp of grad", "hessian")  # that give the derivative of the gradients along tangents
+MODES = (*FORWARD, *REVERSE, "jvp", *SECOND)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,14 @@ class Case:
         found = {"out": (*lead, self.heads, self.dv)} | ({"lse": lse} if self.return_lse else {})
         return found | ({"max_logit": lse[:-1] if not self.packed else (self.heads,)} if self.return_max_logit else {})
 
+    @property
+    def graded(self) -> tuple[str, ...]:
+        """The tensors whose gradients the call leaves: where gradients are differentiated, the cotangents too."""
+        return (*self.wants, *(f"d{name}" for name in self.outputs())) if self.mode == "second" else self.wants
+
     def dtype_of(self, name: str) -> str:
+        if name in ("dout", "dlse"):
+            name = name[1:]
         if name == "lse":
             return "float64" if self.compute_dtype == "float64" else "float32"
         if name == "max_logit":
@@ -161,15 +169,19 @@ def _frozen(x: Any) -> Any:
     return tuple(map(_frozen, x)) if isinstance(x, list) else x
 
 
-def code(case: Case | kv.KvCase | sparse.SparseCase, poisoned: dict[str, list[tuple[int, ...]]] | None = None) -> str:
+AnyCase = Case | kv.KvCase | sparse.SparseCase | grown.GrownCase
+MODULES: dict[type, Any] = {  # that write each
+    kv.KvCase: kv, sparse.SparseCase: sparse, grown.GrownCase: grown, mla.MlaCase: mla,
+}  # fmt: skip
+
+
+def code(case: AnyCase, poisoned: dict[str, list[tuple[int, ...]]] | None = None) -> str:
     """The Python of a case, which leaves `outs` and, where derivatives are asked for, `grads`.
 
     poisoned: rows of k and v that hold what `case.hidden` says.
     """
-    if isinstance(case, kv.KvCase):
-        return kv.code(case)
-    if isinstance(case, sparse.SparseCase):
-        return sparse.code(case)
+    if not isinstance(case, Case):
+        return str(MODULES[type(case)].code(case))
     lines = ["import torch, tilewise"]
     call = _call(case)
     fixed = _fixed(case)
@@ -190,7 +202,7 @@ def code(case: Case | kv.KvCase | sparse.SparseCase, poisoned: dict[str, list[tu
     if case.mode not in FORWARD:
         lines += [f"{name}.requires_grad_()" for name in case.wants]
         lines += [f"d{n} = {made(case, n, shape, name=f'd{n}')}" for n, shape in case.outputs().items()]
-    if case.mode in ("jvp", "second"):
+    if case.mode in ("jvp", *SECOND):
         lines += [f"t_{n} = {made(case, n, case.shapes()[n], name=f't_{n}')}" for n in case.wants]
     ends = "" if case.return_lse or case.return_max_logit else ","
     lines += [f"def f({', '.join(case.wants)}):", f"    return {call}{ends}"]
@@ -262,12 +274,28 @@ def _use(case: Case) -> list[str]:
             ]  # fmt: skip
         case "jvp":
             return [f"outs, grads = torch.func.jvp(f, {w}, {t})"]
+    return [f"outs = f({x})", *([loss] if case.mode != "second" else []), *_second(case, g, t)]
+
+
+def _second(case: Case, g: str, t: str) -> list[str]:
+    """The lines that differentiate the gradients along the tangents `t`; of "second" by the cotangents `g` too."""
+    w, x, numbers = _tuple(case.wants), ", ".join(case.wants), tuple(range(len(case.wants)))
+    match case.mode:
         case "second":
+            every = _tuple(case.graded)
             return [
-                f"outs = f({x})", f"first = torch.autograd.grad(outs, {w}, {g}, create_graph=True)",
-                f"again = [(x, t) for x, t in zip(first, {t}) if x.requires_grad]  # out is linear in v",
-                "total = sum((x * t).sum() for x, t in again)",
-                f"grads = torch.autograd.grad(total, {w}, allow_unused=True) if again else (None,) * {len(case.wants)}",
+                f"every = {every}", "every = [x.requires_grad_() for x in every]",
+                f"first = torch.autograd.grad(outs, {w}, {g}, create_graph=True)",
+                f"total = sum((x * t).sum() for x, t in zip(first, {t}))",
+                "grads = torch.autograd.grad(total, every, allow_unused=True)",
+            ]  # fmt: skip
+        case "jvp of grad":
+            return [f"_, grads = torch.func.jvp(torch.func.grad(loss, {numbers}), {w}, {t})"]
+        case "hessian":
+            return [
+                f"rows = torch.func.hessian(loss, {numbers})({x})",
+                "products = [[torch.tensordot(t, x, t.dim()) for x in row] for t, row in zip(" + t + ", rows)]",
+                f"grads = tuple(sum(each).to(x.dtype) for each, x in zip(zip(*products), {w}))",
             ]  # fmt: skip
     raise AssertionError(case.mode)
 

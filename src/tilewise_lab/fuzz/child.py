@@ -7,9 +7,8 @@ import os
 import traceback
 from typing import Any
 
-from tilewise_lab.fuzz.case import code
+from tilewise_lab.fuzz.case import AnyCase, code
 from tilewise_lab.fuzz.judge import Verdict, judge
-from tilewise_lab.fuzz.shrink import AnyCase
 
 HANG = 60.0  # seconds after which a call is given up
 END = 2.0  # seconds in which it ends by itself

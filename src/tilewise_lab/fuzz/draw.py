@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tilewise_lab.fuzz import kv, sparse
+from tilewise_lab.fuzz import grown, kv, mla, sparse
 from tilewise_lab.fuzz.bad import BAD
-from tilewise_lab.fuzz.case import FORWARD, Case
+from tilewise_lab.fuzz.case import FORWARD, SECOND, Case
 from tilewise_lab.fuzz.twins import MASK, SCORE
 
 WINDOWS = (0, 0, 1, 1, 3, 3, 20, 20, 2**31 - 1, 2**31, 2**40, 2**63, None, None)
@@ -70,8 +70,28 @@ def draw_sparse(seed: int, number: int, where: Where) -> sparse.SparseCase:
     """The same of a call of `tilewise.sparse`."""
     r = random.Random(f"sparse {seed} {number} {where}")
     case = sparse.draw(r, where.dtypes, where.interpreted)
+    if case.function == "topk" and where.backend == "triton" and case.mode in sparse.TRANSFORMS:  # it raises there
+        case = replace(case, mode="backward")
+    if where.interpreted and case.function == "neighborhood" and case.mode in ("create_graph", "jvp of grad"):
+        case = replace(case, batch=1, kv_heads=1, group=1)  # its boxes have 128 tokens each, which take long
     backend = "auto" if where.backend == "hopper" else where.backend  # nsa and topk take no such name
     return replace(case, seed=r.randrange(10_000), backend=backend, device=where.device)
+
+
+def draw_grown(seed: int, number: int, where: Where) -> grown.GrownCase:
+    """The same of a call with a block mask that was cut or has grown."""
+    r = random.Random(f"grown {seed} {number} {where}")
+    case = grown.draw(r, where.dtypes, where.interpreted)
+    if where.device == "cuda":  # its kernels take tiles of 128 and more
+        case = replace(case, block=(128, 128), n_q=case.n_q * 8, n_k=case.n_k * 8)
+    return replace(case, seed=r.randrange(10_000), backend=where.backend, device=where.device)
+
+
+def draw_mla(seed: int, number: int, where: Where) -> mla.MlaCase:
+    """The same of a cache of MLA."""
+    r = random.Random(f"mla {seed} {number} {where}")
+    case = mla.draw(r, where.dtypes, where.interpreted)
+    return replace(case, seed=r.randrange(10_000), backend=where.backend, device=where.device)
 
 
 def _attention(r: random.Random, where: Where) -> Case:
@@ -152,14 +172,16 @@ def _used(r: random.Random, case: Case, where: Where) -> Case:
     kind = r.random()
     usual = ("backward", "backward", "backward", "backward", "enable_grad", "no_grad", "inference", "call")
     transforms = ("autocast", "func.grad", "func.vjp", "vmap", "vmap of grad", "functional_call", "checkpoint", "jvp")
-    mode = r.choice(usual) if kind < 0.6 else r.choice(transforms) if kind < 0.96 else r.choice(("second", "jacrev"))
+    mode = r.choice(usual) if kind < 0.55 else r.choice(transforms) if kind < 0.88 else r.choice((*SECOND, "jacrev"))
     if kind > 0.985 and not where.interpreted and case.mask_mod != "tree":  # which reads its tree on the host
         mode = r.choice(("compile eager", "compile aot_eager"))
-    if mode == "second" and case.dtype not in ("float32", "float64"):
+    if mode == "hessian" and where.interpreted:  # it takes minutes
+        mode = "jvp of grad"
+    if mode in SECOND and case.dtype not in ("float32", "float64"):
         case = replace(case, dtype="float32")
-    if mode == "jacrev":
+    if mode in ("jacrev", "hessian"):
         case = replace(case, dtype="float32", n_q=min(case.n_q, 4), n_k=min(case.n_k, 4), d=min(case.d, 3),
-                       dv=min(case.dv, 3), batch=min(case.batch, 2), block=0,
+                       dv=min(case.dv, 3), batch=min(case.batch, 2), block=0, dtypes=(),
                        lengths=tuple((min(q, 3), min(k, 3)) for q, k in case.lengths))  # fmt: skip
         if 0 in case.outputs()["out"]:  # of no results torch's own jacrev fails, in many an expression
             mode = "func.vjp"
@@ -172,7 +194,11 @@ def _used(r: random.Random, case: Case, where: Where) -> Case:
     if mode == "vmap" and r.random() < 0.7:
         wants = ["q", "k", "v"]
     layouts = [(n, _layout(r)) for n in (*names, "dout", "dlse") if r.random() < 0.3]
-    if mode == "jvp":  # torch gives a tangent the strides of its primal, and cannot write to one that overlaps itself
+    if mode in (
+        "jvp",
+        "jvp of grad",
+        "hessian",
+    ):  # torch gives a tangent the strides of its primal, and cannot write to one that overlaps itself
         layouts = [(n, layout) for n, layout in layouts if not layout.startswith("expanded")]
     largest = mode in ("call", "no_grad", "inference") and r.random() < 0.4
     return replace(case, mode=mode, wants=tuple(wants), layouts=tuple(layouts), return_max_logit=largest)

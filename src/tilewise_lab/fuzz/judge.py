@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tilewise import AttentionError
-from tilewise_lab.fuzz import kv_oracle, oracle, sparse
-from tilewise_lab.fuzz.case import FORWARD, Case, code
+from tilewise_lab.fuzz import grown, kv_oracle, mla, mla_oracle, oracle, sparse
+from tilewise_lab.fuzz.case import FORWARD, SECOND, AnyCase, Case, code
 from tilewise_lab.fuzz.kv import KvCase
 
 Fault = tuple[str, str]
@@ -33,6 +33,14 @@ REFUSALS = (
 )
 
 
+FAULTS: dict[type, Any] = {
+    KvCase: kv_oracle.fault,
+    sparse.SparseCase: sparse.fault,
+    grown.GrownCase: grown.fault,
+    mla.MlaCase: mla_oracle.fault,
+}
+
+
 class Verdict(NamedTuple):
     """kind: "" where all is well, "refused" where it may be; or what is wrong: raised, refusal, accepted, wrong, crash,
     hang. key: what two findings of one cause share."""
@@ -47,7 +55,7 @@ class Verdict(NamedTuple):
         return self.kind not in ("", "refused")
 
 
-def judge(case: Case | KvCase | sparse.SparseCase) -> Verdict:
+def judge(case: AnyCase) -> Verdict:
     """Run a case and say what is wrong with it."""
     text = code(case)
     try:
@@ -79,11 +87,10 @@ def judge(case: Case | KvCase | sparse.SparseCase) -> Verdict:
     return Verdict("wrong", f"wrong {_words(fault[1].partition(':')[0])}", fault[1], text)
 
 
-def fault_of(case: Case | KvCase | sparse.SparseCase, found: dict[str, Any]) -> Fault | None:
+def fault_of(case: AnyCase, found: dict[str, Any]) -> Fault | None:
     """The first result that is wrong, and how."""
-    if isinstance(case, KvCase):
-        return kv_oracle.fault(case, found)
-    return sparse.fault(case, found) if isinstance(case, sparse.SparseCase) else _fault(case, found)
+    fault: Fault | None = FAULTS.get(type(case), _fault)(case, found)
+    return fault
 
 
 OTHER_LIBRARIES = ("is_causal", "attn_mask", "softmax_scale", "enable_gqa")
@@ -127,7 +134,7 @@ def _fault(case: Case, found: dict[str, Any]) -> Fault | None:
     ours: dict[str, Any] = dict(zip(shapes, outs, strict=True))
     wanted = list(shapes)
     if grads is not None:
-        names = [f"tangent of {n}" for n in shapes] if case.mode == "jvp" else [f"gradient of {n}" for n in case.wants]
+        names = [f"tangent of {n}" for n in shapes] if case.mode == "jvp" else [f"gradient of {n}" for n in case.graded]
         ours |= dict(zip(names, grads, strict=True))
         wanted += names
     exact = results(case, found, torch.float64)
@@ -201,12 +208,12 @@ def _floors(case: Case, found: dict[str, Any], exact: dict[str, Tensor]) -> dict
     half = torch.finfo(dtype).eps / 2
     noise = oracle.Noise(half, unit, tanh, half * torch.finfo(dtype).smallest_normal)
     floors = dict.fromkeys(exact, 0.0)
-    if case.mode in ("jvp", "second") or dtype == torch.float64:  # for want of a truth that is finer than the result
+    if case.mode in ("jvp", *SECOND) or dtype == torch.float64:  # for want of a truth that is finer than the result
         sizes = [_size(found[n].detach().double()) for n in case.shapes()] + [
             _size(found[n].detach().double()) for n in found if n.startswith(("t_", "dout", "dlse"))
         ]
         size = 1.0
-        for x in sorted(sizes)[-6 if case.mode == "second" else -4 :]:
+        for x in sorted(sizes)[-6 if case.mode in SECOND else -4 :]:
             size *= max(1.0, x)
         floors = dict.fromkeys(exact, 64 * noise.half * size)
     state = torch.get_rng_state()
@@ -234,18 +241,20 @@ def results(
     x |= leaves
     outs = oracle.attend(case, x, found, dtype, noise)
     told = {name: outs[name].detach() for name in shapes}
-    if case.mode in ("jvp", "second") and noise is not None:
+    if case.mode in ("jvp", *SECOND) and noise is not None:
         return told
     cotangents = {name: found[f"d{name}"].detach().to(dtype) for name in shapes}
+    if case.mode == "second":
+        leaves = leaves | {f"d{name}": g.requires_grad_() for name, g in cotangents.items()}
     if case.mode == "jacrev" and "lse" in cotangents:
         cotangents["lse"] = torch.zeros_like(cotangents["lse"])
     if case.mode == "jvp":
         return told | _tangents(case, x, found, dtype)
     pairs = [(outs[name], g) for name, g in cotangents.items() if outs[name].requires_grad]
-    second = case.mode == "second"
-    grads = _grads(pairs, leaves, second)
+    second = case.mode in SECOND
+    grads = _grads(pairs, {name: leaves[name] for name in case.wants} if second else leaves, second)
     if second:
-        along = [found[f"t_{name}"].detach().to(dtype) for name in leaves]
+        along = [found[f"t_{name}"].detach().to(dtype) for name in case.wants]
         grads = _grads([(g, t) for g, t in zip(grads, along, strict=True) if g.requires_grad], leaves)
     return told | {f"gradient of {name}": g for name, g in zip(leaves, grads, strict=True)}
 

@@ -120,7 +120,7 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> KvCase:
     queries = tuple(each) if packed else (max(each[0], 1),) * batch
     lengths = tuple(0 if r.random() < 0.15 else r.randint(1, most) for _ in range(batch))
     new = queries if r.random() < 0.6 else ()
-    d = r.choice((2, 4, 8, 16, 18) if small else (2, 4, 6, 16, 40, 64))
+    d = r.choice((2, 4, 8, 12, 16, 18) if small else (2, 4, 6, 16, 36, 40, 64))
     dv = d if r.random() < 0.6 else r.choice((1, 3, 8, 20))
     stores = [_store(r, n) for n in (d, dv)]
 

@@ -71,7 +71,7 @@ def results(case: KvCase, found: dict[str, Any], dtype: torch.dtype) -> dict[str
         )
         if case.latent:
             values = keys[..., : case.dv]
-        out, log = _one(case, found, b, mine, keys, values, at_q, dtype)
+        out, log = attend(case, found, b, mine, keys, values, at_q, dtype)
         outs.append(out)
         logs.append(log)
         at_q, at_new = at_q + n_q, at_new + (case.new[b] if case.new else 0)
@@ -146,16 +146,17 @@ def _turned(case: KvCase, found: dict[str, Any], x: Tensor, position: int, dtype
     return turned.flatten(-2).to(dtype)
 
 
-def _one(
-    case: KvCase, found: dict[str, Any], b: int, q: Tensor, k: Tensor, v: Tensor, at_q: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """(n, H, Dv) and (H, n) of one sequence."""
+def attend(
+    case: KvCase, found: dict[str, Any], b: int, q: Tensor, k: Tensor, v: Tensor, at_q: int, dtype: torch.dtype,
+    by_place: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(n, H, Dv) and (H, n) of one sequence. by_place: whether keys have positions, which `causal` reads."""
     heads, n_q, n_k = case.kv_heads * case.group, len(q), len(k)
     h, i, j = (torch.arange(n, device=q.device) for n in (heads, n_q, n_k))
     place = Place(b, h[:, None, None], i[:, None], j, n_q, n_k)
     seen = torch.ones(heads, n_q, n_k, dtype=torch.bool, device=q.device)
     before, after = case.window or (None, None)
-    after = 0 if case.causal else after
+    after = 0 if case.causal and by_place else after
     if before is not None:
         seen &= place.j >= place.at - before
     if after is not None:

@@ -6,11 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tilewise_lab.fuzz import kv, sparse
-from tilewise_lab.fuzz.case import Case
+from tilewise_lab.fuzz.case import MODULES, AnyCase, Case
 from tilewise_lab.fuzz.judge import Verdict
 
-AnyCase = Case | kv.KvCase | sparse.SparseCase
 SIMPLEST = Case()
 OPTIONS = (
     "bias", "alibi", "sinks", "score_mod", "mask_mod", "block", "dropout_p", "softcap", "hidden", "window", "causal",
@@ -39,9 +37,10 @@ def shrink(
 
 
 def simpler(case: AnyCase) -> Iterator[AnyCase]:
-    if isinstance(case, kv.KvCase):
-        return kv.candidates(case)
-    return sparse.candidates(case) if isinstance(case, sparse.SparseCase) else candidates(case)
+    if isinstance(case, Case):
+        return candidates(case)
+    found: Iterator[AnyCase] = MODULES[type(case)].candidates(case)
+    return found
 
 
 def candidates(case: Case) -> Iterator[Case]:

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from tilewise_lab.fuzz.budget import attended, excess
+
 Shapes = dict[str, tuple[int, ...]]
 SIMPLER = (
     "mode", "dtype", "batch", "kv_heads", "group", "d", "dv", "scale", "window", "strided", "keys", "narrow",
@@ -37,6 +39,8 @@ BAD = {
     ),
     "neighborhood": (*ODD, "kernel_size=99", "kernel_size=0", "dilation=(1, 1, 1, 1)", "causal=1"),
 }  # fmt: skip
+TRANSFORMS = ("func.grad", "jvp", "jvp of grad")
+MODES = ("call", "no_grad", "backward", "backward", "create_graph", "create_graph", *TRANSFORMS)
 EXTRAS = {"moba": ("gate",), "nsa": ("compressed", "blocks"), "topk": ("columns", "poison"), "neighborhood": ()}
 
 SECOND = (
@@ -117,8 +121,7 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> SparseCase:
     """A call that is right, or one with an argument that is wrong; `small` for the interpreter."""
     function, most = r.choice(FUNCTIONS), 16 if small else 60
     case = SparseCase(
-        function=function, mode=r.choice(("call", "backward", "backward", "no_grad", "create_graph")),
-        dtype=r.choice(dtypes),
+        function=function, mode=r.choice(MODES), dtype=r.choice(dtypes),
         batch=r.choice((1, 1, 2)), kv_heads=r.choice((1, 2)), group=r.choice((1, 2, 3)), d=r.choice((2, 4, 8, 16)),
         dv=r.choice((2, 4, 8, 16)), scale=r.choice((0.3, -0.5)) if r.random() < 0.2 else None,
         most=r.choice((1, 2, 3, 9)), window=r.choice((1, 3, 20, 100)),
@@ -151,8 +154,8 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> SparseCase:
 
 
 def code(case: SparseCase) -> str:
-    """The Python of a case, which leaves `outs`, in the modes "backward" and "create_graph" `grads`, and in the latter
-    the gradients of their sum."""
+    """The Python of a case, which leaves `outs`; with derivatives `grads`, after which "create_graph" leaves the
+    gradients of their sum too."""
     lines = ["import torch, tilewise", "from tilewise import sparse"]
     if case.device != "cpu":
         lines.append(f"torch.set_default_device({case.device!r})")
@@ -171,11 +174,15 @@ def code(case: SparseCase) -> str:
         return "\n".join([*lines, call])
     douts = [f"dout = {_random(case, case.shapes['out'])}", "douts = [dout]"]
     if case.return_lse:
-        douts[1] = "douts = [dout, torch.randn_like(outs[1])]"
+        douts[1] = f"douts = [dout, torch.randn({case.batch}, {case.kv_heads * case.group}, {case.tokens})]"
+        douts[1] = douts[1][:-1] + ".double()]" if case.dtype == "float64" else douts[1]
+    lines.append(f"leaves = [{', '.join(names)}]")
+    if case.mode in TRANSFORMS:
+        return "\n".join([*lines, *douts, *_transformed(case, names, call)])
     return "\n".join(
         [
             *lines,
-            f"leaves = [x.requires_grad_() for x in ({', '.join(names)},)]",
+            "leaves = [x.requires_grad_() for x in leaves]",
             call,
             *douts,
             f"more = dict(allow_unused=True, materialize_grads=True, create_graph={case.mode == 'create_graph'})",
@@ -183,6 +190,27 @@ def code(case: SparseCase) -> str:
             *(SECOND if case.mode == "create_graph" else ()),
         ]
     )
+
+
+def _transformed(case: SparseCase, names: list[str], call: str) -> list[str]:
+    """The lines that differentiate the call by `torch.func`, with tangents `along`."""
+    named = [name.removeprefix("*") for name in names]
+    counts = {"gates": 3, "compressed": 2}
+    starts = [sum(counts.get(name, 1) for name in named[:n]) for n in range(len(named))]
+    taken = [
+        f"x[{a}:{a + counts[name]}]" if name in counts else f"x[{a}]" for name, a in zip(named, starts, strict=True)
+    ]
+    lines = ["def f(*x):", f"    {', '.join(named)} = {', '.join(taken)}", f"    {call}", "    return tuple(outs)"]
+    lines.append("along = tuple(torch.randn_like(x) for x in leaves)")
+    if case.mode == "jvp":
+        return [*lines, "outs, grads = torch.func.jvp(f, tuple(leaves), along)"]
+    lines.append(
+        "grad = torch.func.grad(lambda *x: sum((y * g).sum() for y, g in zip(f(*x), douts)), (*range(len(leaves)),))"
+    )
+    lines.append("outs = f(*leaves)")
+    if case.mode == "func.grad":
+        return [*lines, "grads = grad(*leaves)"]
+    return [*lines, "_, grads = torch.func.jvp(grad, tuple(leaves), along)"]
 
 
 def _random(case: SparseCase, shape: tuple[int, ...]) -> str:
@@ -246,20 +274,9 @@ def fault(case: SparseCase, found: dict[str, Any]) -> tuple[str, str] | None:
     if pairs is None:  # a choice between equals
         return None
     exact, peer = (results(case, found, pairs, x) for x in (torch.float64, dtype))
-    largest = max(1.0, *(y.nan_to_num(neginf=0.0).abs().max().item() for y in exact.values() if y.numel()))
-    small = 16 * torch.finfo(dtype).eps * largest  # terms as large as the other results may cancel
     ours = dict(zip(exact, (*found["outs"], *found.get("grads", ())), strict=True))
-    for name, x in ours.items():
-        expected = torch.promote_types(dtype, torch.float32) if name == "lse" else dtype
-        if x.shape != exact[name].shape or x.dtype != expected:
-            return name, f"{name}: {x.dtype} {tuple(x.shape)}, not {expected} {tuple(exact[name].shape)}"
-        if not torch.equal(x.isfinite(), exact[name].isfinite()):
-            return name, f"{name}: not finite where it should be, or the other way round"
-        x, y, other = (t.detach().double().nan_to_num(neginf=0.0) for t in (x, exact[name], peer[name]))
-        error, torchs = ((t - y).abs().max().item() if t.numel() else 0.0 for t in (x, other))
-        if not error <= 2 * torchs + small:
-            return name, f"{name}: error {error:.1e}, torch's {torchs:.1e}"
-    return None
+    wrong = excess(ours, exact, peer, dtype)
+    return None if wrong is None else (wrong.partition(":")[0], wrong)
 
 
 def results(case: SparseCase, found: dict[str, Any], pairs: list[Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -273,13 +290,13 @@ def results(case: SparseCase, found: dict[str, Any], pairs: list[Any], dtype: to
     keys, values = (_by_head(case, x[name]) for name in "kv")
     scale = case.d**-0.5 if case.scale is None else case.scale
     if case.function != "nsa":
-        out, lse = _attended(queries, keys, values, pairs[0], scale)
+        out, lse = attended(queries, keys, values, pairs[0], scale)
     else:
         gates, compressed = leaves[3:6], leaves[6:]
         means = pairs[3].to(dtype)
         blocks = [_by_head(case, t) for t in compressed] if compressed else [means @ keys, means @ values]
-        coarse, lse = _attended(queries, blocks[0], blocks[1], pairs[0], scale)
-        fine = [_attended(queries, keys, values, seen, scale)[0] for seen in pairs[1:3]]
+        coarse, lse = attended(queries, blocks[0], blocks[1], pairs[0], scale)
+        fine = [attended(queries, keys, values, seen, scale)[0] for seen in pairs[1:3]]
         every = zip((coarse, *fine), gates, strict=True)
         out = sum((o * g.reshape(-1, g.shape[-1]).T[..., None] for o, g in every), torch.zeros_like(coarse))
     out = out.transpose(0, 1).reshape(case.shapes["out"])
@@ -289,28 +306,40 @@ def results(case: SparseCase, found: dict[str, Any], pairs: list[Any], dtype: to
     told = {name: y.detach() for name, y in outs.items()}
     if "grads" not in found:
         return told
+    if case.mode == "jvp":
+        return told | _tangents(case, outs, leaves, [y.to(dtype) for y in found["along"]])
     douts = [y.to(dtype) for y in found["douts"]]
-    again = case.mode == "create_graph"
+    again = case.mode in ("create_graph", "jvp of grad")
     zeros: Any = {"allow_unused": True, "materialize_grads": True}
     grads = torch.autograd.grad([*outs.values()], leaves, douts, create_graph=again, **zeros)
-    if again:
+    if case.mode == "jvp of grad":  # the Hessian is symmetric
+        total = sum((g * t.to(dtype)).sum() for g, t in zip(grads, found["along"], strict=True))
+        grads = torch.autograd.grad(total + 0 * sum(x.sum() for x in leaves), leaves, **zeros)
+    elif again:
         total = sum(g.sum() for g in grads) + 0 * sum(x.sum() for x in leaves)
         grads = *grads, *torch.autograd.grad(total, leaves, **zeros)
     return told | {f"gradient {n}": g for n, g in enumerate(grads)}
 
 
+def _tangents(
+    case: SparseCase, outs: dict[str, Tensor], leaves: list[Tensor], along: list[Tensor]
+) -> dict[str, Tensor]:
+    """The tangents of the results: the derivatives, by cotangents, of what these give."""
+    found = {}
+    for name, y in outs.items():
+        y = y.masked_fill(y.detach().isinf(), 0.0)
+        weights = torch.zeros_like(y, requires_grad=True)
+        grads = torch.autograd.grad(
+            y, leaves, weights, create_graph=True, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        total = sum((g * t).sum() for g, t in zip(grads, along, strict=True)) + 0 * weights.sum()
+        (found[f"tangent of {name}"],) = torch.autograd.grad(total, weights)
+    return found
+
+
 def _by_head(case: SparseCase, x: Tensor) -> Tensor:
     """Keys or values of all tokens, (H, T, D)."""
     return x.reshape(-1, *x.shape[-2:]).transpose(0, 1).repeat_interleave(case.group, 0)
-
-
-def _attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(H, T, Dv) and lse (H, T); 0 and -inf for rows that see nothing."""
-    s = (scale * (q @ k.mT)).masked_fill(~seen, -torch.inf)
-    empty = ~seen.any(-1, keepdim=True)
-    s = s.masked_fill(empty, 0.0)
-    lse = s.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
-    return s.softmax(-1).masked_fill(empty, 0.0) @ v, lse
 
 
 def visible(case: SparseCase, found: dict[str, Any]) -> list[Any] | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "uint8": 7.0}  # uint8: two int4
 # of scales; group: int4 alone, with 2 groups of dims or as many as named
-KINDS = ("number", "scalar", "head", "batch", "token", "group", "group 4", "group 8")
+KINDS = ("number", "scalar", "head", "batch", "token", "group", "group 4", "group 6", "group 8", "group 10")
 
 
 def groups_of(kind: str) -> int:
@@ -91,3 +91,35 @@ def random_bytes(shape: tuple[int, ...], name: str) -> Tensor:
     low, high = {"float8_e4m3fn": (64, 126), "float8_e5m2": (100, 123)}.get(name, (0, 255))
     found = torch.randint(low, high + 1, shape, dtype=torch.uint8)
     return found | (torch.randint(0, 2, shape, dtype=torch.uint8) << 7) if name.startswith("float") else found
+
+
+def random_packed(rows: int, page: int, columns: int) -> Tensor:
+    """Tokens (rows, page, 1, columns) of bytes, whose first 656 are random ones in DeepSeek's fp8 format."""
+    shape = rows, page, 1
+    scale = (torch.rand(*shape, 4) + 0.5) * (2.0 / 448)
+    rest = torch.randn(*shape, 64).to(torch.bfloat16)
+    parts = random_bytes((*shape, 512), "float8_e4m3fn"), scale.view(torch.uint8), rest.view(torch.uint8)
+    return torch.cat([*parts, torch.zeros(*shape, columns - 656, dtype=torch.uint8)], -1)
+
+
+def tokens(shape: tuple[int, ...], kinds: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    """New tokens (.., 1, dim), each of the next kind."""
+    found = torch.randn(shape).to(dtype)
+    for n, x in enumerate(found.flatten(0, -3)):
+        at, info = n * 37 % shape[-1], torch.finfo(dtype)
+        match kinds[n % len(kinds)]:
+            case "zeros":
+                x.zero_()
+            case "tiny":  # with numbers whose scale is 0 in float32
+                x.mul_(10.0 ** -(7 if dtype == torch.float16 else 38 + n % 8))
+            case "one":
+                x.zero_()[:, at] = -3.0
+            case "signs":
+                x[:, ::2] = -0.0
+            case "huge":
+                x.mul_(info.max / 8 if dtype != torch.float64 else 1e37)
+            case "nan":
+                x[:, at] = torch.nan
+            case "inf":
+                x[:, at] = -torch.inf
+    return found

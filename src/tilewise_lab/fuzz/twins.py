@@ -42,6 +42,26 @@ def nobody(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
     return kv_idx < 0
 
 
+@tilewise.mask_mod
+def by_row(b, h, q_idx, kv_idx, ids):  # type: ignore[no-untyped-def]
+    return ids[b, q_idx] == ids[b, kv_idx]
+
+
+@tilewise.mask_mod
+def by_lengths(b, h, q_idx, kv_idx, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+    return (q_idx * kv_len + kv_idx * q_len) % 7 < 4
+
+
+@tilewise.mask_mod
+def by_query(b, h, q_idx, kv_idx, every, reach):  # type: ignore[no-untyped-def]
+    return ((q_idx + kv_idx) % every == 0) | (kv_idx * 1.0 <= q_idx * reach - h)
+
+
+@tilewise.mask_mod
+def by_end(b, h, q_idx, kv_idx, steps, *, q_pos, kv_len):  # type: ignore[no-untyped-def]
+    return (steps[kv_idx] % 3 == 0) | ((kv_len - kv_idx < 5) & (q_pos >= 0))
+
+
 SEGMENT = 3  # tokens of a segment of `tree`
 
 
@@ -158,4 +178,17 @@ MASK = {
         "twins.odd_heads_look_back()", {}, lambda p: (p.h % 2 == 0) | (p.j <= p.at), "h"
     ),
     "nobody": Twin("twins.nobody()", {}, lambda p: p.j < 0),
+}  # fmt: skip
+
+# These read the number of a query, or both lengths: those of the whole sequence, for a block mask that is cut.
+MASK_BY_INDEX = {
+    "row": Twin("twins.by_row(ids)", {"ids": ("B", "S")}, lambda p, ids: ids[p.b, p.i] == ids[p.b, p.j], "b"),
+    "lengths": Twin("twins.by_lengths()", {}, lambda p: (p.i * p.n_k + p.j * p.n_q) % 7 < 4),
+    "query": Twin(
+        "twins.by_query(3, 0.5)", {}, lambda p: ((p.i + p.j) % 3 == 0) | (p.j * 1.0 <= p.i * 0.5 - p.h), "h"
+    ),
+    "end": Twin(
+        "twins.by_end(steps)", {"steps": ("S",)},
+        lambda p, steps: (steps[p.j] % 3 == 0) | ((p.n_k - p.j < 5) & (p.at >= 0)),
+    ),
 }  # fmt: skip

@@ -93,19 +93,21 @@ def test_stacked_cotangents(triton_runs: None, device: str) -> None:
         torch.testing.assert_close(found[n], torch.autograd.grad(dq, q, stack[n], retain_graph=True)[0])
 
 
-@pytest.mark.parametrize("name", ["k", "tangent of v", "dout"])
-def test_a_hidden_token(name: str, triton_runs: None, device: str) -> None:
+@pytest.mark.parametrize("name", ["q", "k", "v", "tangent of v", "dout"])
+def test_a_hidden_token(name: str, backend: str, device: str) -> None:
     """Token 20 is nan: rows and keys that no visible pair links to it do not change."""
+    if backend == "reference" and name == "tangent of v":
+        pytest.skip("a cotangent of a gradient, which torch multiplies with zeros")
     case = Case(n_q=36, n_k=36, heads=2, kv_heads=1, before=5, after=2)
     inputs, along = make(case, device), list(make(Case(n_q=36, n_k=36, heads=2, kv_heads=1, seed=1), device)[1:4])
-    clean = second.ours(inputs, along, "triton")
-    bad = {"k": inputs.k, "tangent of v": along[2], "dout": inputs.dout}[name].clone()
+    clean = second.ours(inputs, along, backend)
+    bad = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "tangent of v": along[2], "dout": inputs.dout}[name].clone()
     bad[0, 20] = torch.nan
     if name == "tangent of v":
         along[2] = bad
     else:
         inputs = inputs._replace(**{name: bad})
-    dirty = second.ours(inputs, along, "triton")
+    dirty = second.ours(inputs, along, backend)
     i = torch.arange(36, device=device)
     far = ((i - 20).abs() > 8).nonzero().squeeze(-1)
     assert len(far) >= 8

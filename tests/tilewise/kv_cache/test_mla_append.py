@@ -200,6 +200,16 @@ def test_deepseek_fp8_rotated_and_read(interleaved: bool, backend: str) -> None:
     torch.testing.assert_close(out, alone, atol=2e-2, rtol=2e-2)
 
 
+def test_deepseek_fp8_keeps_signs_of_zeros(backend: str) -> None:
+    """Only the last dims are rotated: the bytes of the others are those of `pack_mla`."""
+    new, cache = -torch.zeros(1, 1, 1, 576), fp8_cache(1, 2)
+    rotary, lengths = Rotary(*angles(2), True), torch.tensor([0], dtype=I32)
+    append_kv(new, new[..., :512], cache, cache[..., :512], lengths, rotary=rotary, backend=backend)
+    found, wanted = (x.view(torch.uint8)[0, 0, 0] for x in (cache, pack_mla(new)))
+    assert torch.equal(found[:528], wanted[:528])
+    assert torch.equal(found[532:], wanted[532:])
+
+
 def test_deepseek_fp8_traced(backend: str) -> None:
     new, q, lengths = torch.randn(2, 1, 1, 576), torch.randn(2, 1, 2, 576), torch.tensor([1, 5], dtype=I32)
     cache = pack_mla(torch.randn(2, 8, 1, 576)).view(torch.float8_e4m3fn)

@@ -209,6 +209,15 @@ def test_errors(call: Any, match: str) -> None:
         call(made(MODS["by_query"], 32, 32, causal=True))
 
 
+@pytest.mark.parametrize("name", ["queries", "grown"])
+def test_a_part_keeps_its_mod(name: str) -> None:
+    part = made(MODS["by_row"], 32, 32, causal=True).queries(3, 32)
+    numbers = (30, 31) if name == "queries" else (1,)
+    with pytest.raises(AttentionError, match=f"mod of BlockMask.{name}: found given to a mask of some queries; .*None"):
+        getattr(part, name)(*numbers, mod=MODS["by_row"])
+    assert part.grown(1).shape == (2, 2, 30, 33)
+
+
 def test_masks_of_packed_sequences_have_no_parts() -> None:
     cu = torch.tensor([0, 5, 16])
     mask = tilewise.block_mask_varlen(mods.block_diagonal(4), cu, cu)

@@ -239,6 +239,15 @@ def test_queries_without_keys_do_not_leak(found: float, backend: str) -> None:
     torch.testing.assert_close(found_grad, expected)
 
 
+def test_tangents_of_queries_without_keys() -> None:
+    """lse is -inf whatever q and k are: its tangent is 0, as that of `attention`."""
+    q, k, v = (torch.randn(1, 3, 1, 4) for _ in range(3))
+    indices = torch.tensor([[0, 2], [-1, -1], [2, 1]]).view(1, 3, 1, 2)
+    _, tangents = torch.func.jvp(lambda *x: sparse.topk(*x, indices, return_lse=True), (q, k, v), (k, v, q))
+    assert (tangents[1][0, 0] != 0).tolist() == [True, False, True]
+    assert not any(x.isnan().any() for x in tangents)
+
+
 def test_second_derivatives_do_not_warn() -> None:
     """torch warned that the backward has no derivative of its own."""
     q = torch.randn(1, 3, 1, 4, requires_grad=True)

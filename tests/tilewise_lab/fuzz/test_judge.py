@@ -9,7 +9,7 @@ import torch
 
 import tilewise
 from tilewise_lab.fuzz import oracle
-from tilewise_lab.fuzz.case import MODES, Case, code
+from tilewise_lab.fuzz.case import MODES, SECOND, Case, code
 from tilewise_lab.fuzz.judge import executed, judge, results
 
 RIGHT = tilewise.attention
@@ -35,13 +35,13 @@ def planted(monkeypatch, change):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_right_calls_pass(case, mode, dtype):
     forward = mode in ("call", "no_grad", "inference")
-    if case.slack != (0, 0) and mode in ("jvp", "second", "jacrev"):
+    if case.slack != (0, 0) and mode in ("jvp", "jacrev", *SECOND):
         case = replace(case, slack=(0, 0))
-    if mode == "jacrev":
+    if mode in ("jacrev", "hessian"):
         case, dtype = replace(case, n_q=2, n_k=2, batch=1, lengths=case.lengths and ((1, 2),)), "float32"
-    if mode == "second" and dtype == "bfloat16":
+    if mode in SECOND and dtype == "bfloat16":
         dtype = "float32"
-    if mode in ("jvp", "second", "jacrev", "functional_call"):
+    if mode in ("jvp", "jacrev", "functional_call", *SECOND):
         case = replace(case, wants=("q", "k", "v"))
     verdict = judge(replace(case, mode=mode, dtype=dtype, wants=() if forward else case.wants))
     assert not verdict.is_finding, f"{verdict.words}\n{verdict.code}"
@@ -128,3 +128,19 @@ def test_noise_of_numbers_near_zero_is_that_of_subnormals():
     cut = noise.cut(torch.tensor([1e-8] * 100 + [0.0], dtype=torch.float64))
     assert 2.0**-27 < (cut - 1e-8)[:-1].abs().max() <= 2.0**-25
     assert cut[-1] == 0.0
+
+
+def squared_weights(q, k, v, **options):
+    """Right results and first derivatives; the second ones are those of something else."""
+    out, lse = RIGHT(q, k, v, **options)
+    far = (q.detach() - q).square().sum()  # 0, and so is its gradient
+    return out + far, lse
+
+
+@pytest.mark.parametrize("mode", ["second", "jvp of grad", "hessian"])
+def test_wrong_second_derivatives_are_found(monkeypatch, mode):
+    case = replace(CASE, mode=mode, n_q=2, n_k=3, wants=("q", "k"), dtype="float64")
+    assert not judge(case).is_finding
+    monkeypatch.setattr(tilewise, "attention", squared_weights)
+    assert judge(replace(case, mode="backward")).kind == ""
+    assert judge(case).words.startswith("gradient of q: error")

@@ -15,7 +15,7 @@ from tilewise_lab.fuzz.sparse import EXTRAS, FUNCTIONS, SparseCase
 
 
 def test_right_calls_are_right() -> None:
-    for number in range(60):
+    for number in range(30):
         verdict = judge(draw_sparse(7, number, Where()))
         assert not verdict.is_finding, f"{verdict.code}\n{verdict.words}"
 
@@ -39,7 +39,7 @@ def test_faults_are_found(function: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sparse, function, lambda *a, **k: right(*a, **k) * 1.01 + 0.1)
     verdict = judge(case)
     assert verdict.kind == "wrong"
-    small, again = shrink(case, verdict, judge)
+    small, again = shrink(case, verdict, judge, 2.0)
     assert again.key == verdict.key
     assert small.features() <= case.features()
 
@@ -53,3 +53,23 @@ def test_accepted_mistakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sparse, case.function, anything)
     assert judge(case).kind == "accepted"
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("mode", ["create_graph", "jvp of grad"])
+def test_wrong_second_derivatives_are_found(function: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = (draw_sparse(3, number, Where()) for number in range(900))
+    case = next(
+        c for c in cases if c.function == function and not c.bad and c.mode == mode and c.dtype == "float32" and c.d > 2
+    )
+    assert not judge(case).is_finding
+    right = getattr(sparse, function)
+
+    def bent(q: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Its first derivatives are right."""
+        found = right(q, *args, **options)
+        far = (q.detach() - q).square().sum()
+        return (found[0] + far, found[1]) if isinstance(found, tuple) else found + far
+
+    monkeypatch.setattr(sparse, function, bent)
+    assert judge(case).kind == "wrong"

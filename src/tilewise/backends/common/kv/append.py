@@ -209,7 +209,9 @@ def apply_rotary(x, h, d, mask, CONFIG: tl.constexpr):
         at = clamp(x.position, 0, x.num_positions - 1).to(tl.int64) * HALF + frequency
         cos = tl.load(x.cos + at, mask=rotated, other=1.0).to(tl.float32)
         sin = tl.load(x.sin + at, mask=rotated, other=0.0).to(tl.float32)
-        return tile.to(tl.float32) * cos + tl.where(first, -other, other) * sin
+        tile = tile.to(tl.float32)
+        turned = tile * cos + tl.where(first, -other, other) * sin
+        return tl.where(rotated, turned, tile)  # -0.0 * 1 + 0.0 * 0 is 0.0
 
 
 @triton.jit
