@@ -216,6 +216,8 @@ def sparse_call(function: str, r: random.Random, backend: str) -> str:
         case = replace(case, size=(block,), space=(block * r.randint(1, 5),), most=r.randint(1, 3))
     if case.function in ("nsa", "topk"):  # "auto" takes the kernels of topk on sm_90 alone
         backend = "auto" if backend == "hopper" else "triton" if r.random() < 0.4 else backend
+        if case.mode in sparse.TRANSFORMS:  # which the kernels of topk do not support
+            case = replace(case, mode="create_graph")
     if case.function == "topk" and case.extra == "columns":
         case = replace(case, d=576, dv=512, group=64) if r.random() < 0.5 else replace(case, d=max(case.d, case.dv))
     return sparse.code(replace(case, seed=r.randrange(10_000), backend=backend))
