@@ -43,7 +43,8 @@ def test_parts_fill_the_processors_and_no_more(programs: int, keys: int) -> None
 
 def test_terms_with_rows_of_their_own() -> None:
     assert tile("forward", 89, 2, 128, "blocks") != tile("forward", 89, 2, 128) == tile("forward", 89, 2, 128, "alibi")
-    assert tile("forward", 89, 2, 64, "blocks") == tile("forward", 89, 2, 64)
+    assert tile("forward", 89, 2, 64, "blocks") == Tile(64, 64, 4, 2) != tile("forward", 89, 2, 64)
+    assert tile("forward", 89, 2, 64, "alibi") == tile("forward", 89, 2, 64)
     assert tile("forward", "gfx942", 2, 128, "bias") == tile("forward", "gfx942", 2, 128)
 
 
