@@ -6,20 +6,16 @@ import torch
 from torch import Tensor
 
 Results = dict[str, Tensor]
-ROUNDINGS = 16  # of the largest result
-ROUNDINGS_OF_FLOAT64 = 2**14  # the exact results have rounding errors too: those of large scores are many of them
 
 
 def excess(ours: Results, exact: Results, peer: Results, dtype: torch.dtype, unit: float | None = None) -> str | None:
     """What is wrong with the first result that is wrong, or None.
 
     exact, peer: the same results in float64, and by torch in `dtype`; lse is float32 at least. unit: the rounding error
-    of the largest result, except for float64. Default: some roundings of `dtype`.
+    of the largest result. Default: that of 16 numbers of `dtype`.
     """
     largest = max([1.0, *(float(finite(y).abs().max()) for y in exact.values() if y.numel())])
-    if unit is None or dtype == torch.float64:  # large terms may cancel
-        unit = (ROUNDINGS_OF_FLOAT64 if dtype == torch.float64 else ROUNDINGS) * torch.finfo(dtype).eps
-    small = unit * largest
+    small = 16 * torch.finfo(dtype).eps * largest if unit is None else unit * largest  # large terms may cancel
     for name, x in ours.items():
         expected = torch.promote_types(dtype, torch.float32) if name.endswith("lse") else dtype
         if x.shape != exact[name].shape or x.dtype != expected:

@@ -12,6 +12,7 @@ from tilewise_lab.fuzz.bad import BAD
 from tilewise_lab.fuzz.case import FORWARD, SECOND, Case
 from tilewise_lab.fuzz.twins import MASK, SCORE
 
+TANGENTS = ("jvp", "jvp of grad", "hessian")  # modes of forward-mode derivatives
 WINDOWS = (0, 0, 1, 1, 3, 3, 20, 20, 2**31 - 1, 2**31, 2**40, 2**63, None, None)
 SCALES = (0.0, -0.5, 1.0, 0.3)
 BIASES = ("bhij", "hij", "ij", "bj", "hi", "bij", "h", "j", "i", "", "-hij", "-ij", "-j", "-")
@@ -194,10 +195,8 @@ def _used(r: random.Random, case: Case, where: Where) -> Case:
     if mode == "vmap" and r.random() < 0.7:
         wants = ["q", "k", "v"]
     layouts = [(n, _layout(r)) for n in (*names, "dout", "dlse") if r.random() < 0.3]
-    if mode in (
-        "jvp",
-        "jvp of grad",
-        "hessian",
+    if (
+        mode in TANGENTS
     ):  # torch gives a tangent the strides of its primal, and cannot write to one that overlaps itself
         layouts = [(n, layout) for n, layout in layouts if not layout.startswith("expanded")]
     largest = mode in ("call", "no_grad", "inference") and r.random() < 0.4

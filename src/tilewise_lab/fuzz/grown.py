@@ -118,7 +118,7 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> GrownCase:
         return replace(case, bad=("", r.choice(BAD)), n_k=n_q, mode="call")
     for _ in range(r.choice((1, 1, 2, 3))):
         case = replace(case, steps=(*case.steps, _step(r, case, 8 if small else 40)))
-    if name not in ("tree", "nobody") and r.random() < 0.03 and not small:
+    if not small and r.random() < 0.03:
         case = replace(case, mode="compile", longer=False, kept=False)
     return case
 

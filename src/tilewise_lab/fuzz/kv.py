@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from tilewise_lab.fuzz import stored
 from tilewise_lab.fuzz.twins import MASK, SCORE, Twin
@@ -213,20 +213,12 @@ def code(case: KvCase) -> str:
         lines.append(f"q[{tokens}:] = float('nan')")
     args = scales | ({"causal": "False"} if not case.causal else {})
     if case.packed:
-        args["cu_seqlens_q"] = _ends(case.queries)
-    if case.page and case.csr:
-        flat = [x for row in case.table() for x in row]
-        args["page_table"] = f"({_ends([len(row) for row in case.table()])}, {_ints(flat)})"
-    elif case.page:
-        width = max(map(len, case.table())) + 1
-        padded = [[*row, *[-1] * (width - len(row))] for row in case.table()]
-        args["page_table"] = f"torch.tensor({padded}, dtype=torch.int32)"
-    else:
-        args["cache_rows"] = _ints(row[0] for row in case.table())
+        args["cu_seqlens_q"] = ends(case.queries)
+    args |= placement(case)
     if case.common():  # given, because "auto" does not share so little
-        args["shared_prefix"] = _ints(n * case.page for n in case.common())
+        args["shared_prefix"] = ints(n * case.page for n in case.common())
     if case.starts:
-        args["starts"] = _ints(case.starts)
+        args["starts"] = ints(case.starts)
     args |= {n: repr(x) for n in TERMS if (x := getattr(case, n)) is not None and x is not False}
     for name, wanted in (("sinks", case.sinks), ("alibi_slopes", case.alibi)):
         if wanted:
@@ -257,7 +249,7 @@ def code(case: KvCase) -> str:
         args["out"] = "out"
     if case.backend != "auto":
         args["backend"] = repr(case.backend)
-    lines.append(f"lengths = {_ints(case.lengths)}")
+    lines.append(f"lengths = {ints(case.lengths)}")
     return "\n".join([*lines, *_use(case, args, new)])
 
 
@@ -311,9 +303,6 @@ def _table(case: KvCase, name: str, axes: tuple[Any, ...], kind: str) -> str:
 
 
 def _use(case: KvCase, args: dict[str, str], new: dict[str, str]) -> list[str]:
-    def said(words: dict[str, str]) -> str:
-        return ", ".join(f"{name}={x}" for name, x in words.items())
-
     if case.mode == "append" and new:
         where: dict[str, str] = {
             n: args[n]
@@ -322,15 +311,15 @@ def _use(case: KvCase, args: dict[str, str], new: dict[str, str]) -> list[str]:
         }
         where |= {"cu_seqlens_new": args["cu_seqlens_q"]} if case.packed else {}
         words = {n: x for n, x in new.items() if n not in ("k_new", "v_new")} | where
-        first = f"turned = tilewise.append_kv(k_new, v_new, k_cache, v_cache, lengths, q=q, {said(words)})"
-        call = f"tilewise.attention_kv(turned, k_cache, v_cache, lengths + {_ints(case.new)}, {said(args)})"
+        first = f"turned = tilewise.append_kv(k_new, v_new, k_cache, v_cache, lengths, q=q, {keywords(words)})"
+        call = f"tilewise.attention_kv(turned, k_cache, v_cache, lengths + {ints(case.new)}, {keywords(args)})"
         return [first, f"outs = {call}", "outs = outs if isinstance(outs, tuple) else (outs,)"]
     words = args | new
     lines = []
     if case.plan:
-        lines.append(f"plan = tilewise.plan_kv(q, k_cache, v_cache, lengths, {said(words)})")
+        lines.append(f"plan = tilewise.plan_kv(q, k_cache, v_cache, lengths, {keywords(words)})")
         words = words | {"plan": "plan"}
-    call = f"tilewise.attention_kv(q, k_cache, v_cache, lengths, {said(words)})"
+    call = f"tilewise.attention_kv(q, k_cache, v_cache, lengths, {keywords(words)})"
     lines += ["def f(q, k_cache, v_cache, lengths):", f"    return {call}"]
     if case.mode == "compile":
         lines.append("f = torch.compile(f, backend='eager', fullgraph=True)")
@@ -340,17 +329,33 @@ def _use(case: KvCase, args: dict[str, str], new: dict[str, str]) -> list[str]:
     return [*lines, "outs = outs if isinstance(outs, tuple) else (outs,)"]
 
 
-def _ints(x: Any) -> str:
+def placement(case: KvCase) -> dict[str, str]:
+    """The argument that says where the tokens of each sequence are."""
+    table = case.table()
+    if not case.page:
+        return {"cache_rows": ints(row[0] for row in table)}
+    if case.csr:
+        return {"page_table": f"({ends([len(row) for row in table])}, {ints(x for row in table for x in row)})"}
+    width = max(map(len, table)) + 1
+    padded = [[*row, *[-1] * (width - len(row))] for row in table]
+    return {"page_table": f"torch.tensor({padded}, dtype=torch.int32)"}
+
+
+def keywords(options: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+def ints(x: Any) -> str:
     return f"torch.tensor({list(x)}, dtype=torch.int32)"
 
 
-def _ends(x: Any) -> str:
-    return _ints(sum(x[:n]) for n in range(len(x) + 1))
+def ends(x: Any) -> str:
+    return ints(sum(x[:n]) for n in range(len(x) + 1))
 
 
 def candidates(case: KvCase) -> Iterator[KvCase]:
     """Simpler cases: each choice at its simplest, a sequence fewer, shorter ones."""
-    simplest, lone = KvCase(), len(case.lengths) == 1
+    simplest = KvCase()
     for name in case.dict():
         if name not in ("seed", "backend", "device", "lengths", "queries"):
             changes: dict[str, Any] = {name: getattr(simplest, name)}
@@ -366,8 +371,16 @@ def candidates(case: KvCase) -> Iterator[KvCase]:
                 same = (max(1, case.queries[0]),) * len(case.queries)
                 changes |= {"slack": 0, "slots": None, "queries": same, "new": same if case.new else ()}
             yield replace(case, **changes)
+    yield from with_fewer_tokens(case)
+
+
+AnyKvCase = TypeVar("AnyKvCase", bound=KvCase)
+
+
+def with_fewer_tokens(case: AnyKvCase) -> Iterator[AnyKvCase]:
+    """Cases with a sequence fewer, or a shorter one."""
     each = ("lengths", "queries", "new", "starts", "shared")
-    for n in range(0 if lone or case.slots else len(case.lengths)):
+    for n in range(0 if len(case.lengths) == 1 or case.slots else len(case.lengths)):
         yield replace(case, **{name: x[:n] + x[n + 1 :] for name in each if (x := getattr(case, name))})
     for n, length in enumerate(case.lengths):
         for shorter in sorted({length // 2, length - 1} - {length, -1}):

@@ -138,12 +138,17 @@ def _turned(case: KvCase, found: dict[str, Any], x: Tensor, position: int, dtype
     if not case.rotary:
         return x
     wide = torch.promote_types(dtype, torch.float32)
+    return rotated(case, found, x.to(wide), position).to(dtype)
+
+
+def rotated(case: KvCase, found: dict[str, Any], x: Tensor, position: int) -> Tensor:
+    """x (.., dim) with all its dims rotated, in its dtype."""
     angle = found["angles"][min(max(position, 0), len(found["angles"]) - 1)]
-    cos, sin = angle.cos().to(wide), angle.sin().to(wide)
-    pairs = x.to(wide).unflatten(-1, (-1, 2) if case.rotary == "pairs" else (2, -1))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    pairs = x.unflatten(-1, (-1, 2) if case.rotary == "pairs" else (2, -1))
     a, b = pairs.unbind(-1 if case.rotary == "pairs" else -2)
     turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1 if case.rotary == "pairs" else -2)
-    return turned.flatten(-2).to(dtype)
+    return turned.flatten(-2)
 
 
 def attend(

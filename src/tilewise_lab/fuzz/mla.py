@@ -50,8 +50,7 @@ class MlaCase(kv.KvCase):
     @property
     def live(self) -> list[list[tuple[int, int]]]:
         """The places of the tokens of every sequence, new ones included, that are written."""
-        starts = self.starts or (0,) * len(self.lengths)
-        return [[self.place(b, j) for j in range(starts[b], n)] for b, n in enumerate(self.totals)]
+        return [[self.place(b, j) for j in range(n)] for b, n in enumerate(self.totals)]
 
 
 def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> MlaCase:
@@ -101,8 +100,8 @@ def code(case: MlaCase) -> str:
     lead = (tokens + case.slack,) if case.packed else (batch, case.queries[0])
     lines.append(f"q = torch.randn{(*lead, heads, WIDTH)}{cast}")
     lines += [f"q[{tokens}:] = float('nan')"] * bool(case.slack)
-    where = {"cu_seqlens_q": ends(case.queries)} if case.packed else {}
-    where |= places(case)
+    where = {"cu_seqlens_q": kv.ends(case.queries)} if case.packed else {}
+    where |= kv.placement(case)
     where |= {"k_scale": "scale", "v_scale": "scale"} if case.k_scale else {}
     where |= {"backend": repr(case.backend)} if case.backend != "auto" else {}
     args = {n: repr(x) for n in kv.TERMS if (x := getattr(case, n)) is not None and x is not False}
@@ -124,7 +123,7 @@ def code(case: MlaCase) -> str:
             at = [case.place(b, case.lengths[b] + i) for b in range(batch) for i in range(case.new[b])]
             slots = [-1 if n in case.slots else row * page + offset for n, (row, offset) in enumerate(at)]
             new["slots"] = f"torch.tensor({slots}, dtype=torch.int64)"
-    lines += [f"lengths = {ints(case.lengths)}", f"totals = {ints(case.totals)}"]
+    lines += [f"lengths = {kv.ints(case.lengths)}", f"totals = {kv.ints(case.totals)}"]
     return "\n".join([*lines, *_use(case, where, args, new)])
 
 
@@ -157,51 +156,25 @@ def _cache(case: MlaCase) -> list[str]:
     return lines
 
 
-def places(case: MlaCase) -> dict[str, str]:
-    """The arguments that say where the tokens of each sequence are."""
-    table = case.table()
-    if not case.page:
-        return {"cache_rows": ints(row[0] for row in table)}
-    if case.csr:
-        return {"page_table": f"({ends([len(row) for row in table])}, {ints(x for row in table for x in row)})"}
-    width = max(map(len, table)) + 1
-    padded = [[*row, *[-1] * (width - len(row))] for row in table]
-    return {"page_table": f"torch.tensor({padded}, dtype=torch.int32)"}
-
-
-def ints(x: Any) -> str:
-    return f"torch.tensor({list(x)}, dtype=torch.int32)"
-
-
-def ends(x: Any) -> str:
-    return ints(sum(x[:n]) for n in range(len(x) + 1))
-
-
 def _use(case: MlaCase, where: dict[str, str], args: dict[str, str], new: dict[str, str]) -> list[str]:
     """The lines that append the new tokens and attend."""
-
-    def said(*words: dict[str, str]) -> str:
-        return ", ".join(f"{name}={x}" for each in words for name, x in each.items())
-
     values = f"cache[..., :{LATENT}]"
     alike = "outs = outs if isinstance(outs, tuple) else (outs,)"
     if case.mode in ("kv", "compile"):
         new = {"k_new": "new", "v_new": f"new[..., :{LATENT}]"} | new if case.new else {}
         lines, words = [], where | args | new
         if case.plan:
-            lines.append(f"plan = tilewise.plan_kv(q, cache, {values}, lengths, {said(words)})")
+            lines.append(f"plan = tilewise.plan_kv(q, cache, {values}, lengths, {kv.keywords(words)})")
             words |= {"plan": "plan"}
-        call = f"tilewise.attention_kv(q, cache, {values}, lengths, {said(words)})"
+        call = f"tilewise.attention_kv(q, cache, {values}, lengths, {kv.keywords(words)})"
         lines += ["def f(q, cache, lengths):", f"    return {call}"]
         lines += ["f = torch.compile(f, backend='eager', fullgraph=True)"] * (case.mode == "compile")
         return [*lines, "outs = f(q, cache, lengths)", alike]
     lines = ["turned = q"]
     if case.new:
         packed = {"cu_seqlens_new": where["cu_seqlens_q"]} if case.packed else {}
-        call = (
-            f"tilewise.append_kv(new, new[..., :{LATENT}], cache, {values}, lengths, q=q, {said(where, packed, new)})"
-        )
-        lines = [f"turned = {call}"]
+        options = kv.keywords({"q": "q"} | where | packed | new)
+        lines = [f"turned = tilewise.append_kv(new, new[..., :{LATENT}], cache, {values}, lengths, {options})"]
     if case.mode == "append":
         return lines
     where = {name: x for name, x in where.items() if name != "v_scale"}
@@ -210,13 +183,13 @@ def _use(case: MlaCase, where: dict[str, str], args: dict[str, str], new: dict[s
         lines += _indices(case)
         words = where | {n: x for n, x in args.items() if n != "causal"} | {"indices": "indices"}
         counts = "None" if not case.counts else "counts"
-        return [*lines, f"outs = tilewise.attention_mla(turned, cache, {counts}, {said(words)})", alike]
+        return [*lines, f"outs = tilewise.attention_mla(turned, cache, {counts}, {kv.keywords(words)})", alike]
     if case.plan:
         both = where | ({"v_scale": "scale"} if case.k_scale else {})
-        lines.append(f"plan = tilewise.plan_kv(turned, cache, {values}, totals, {said(both, args)})")
+        lines.append(f"plan = tilewise.plan_kv(turned, cache, {values}, totals, {kv.keywords(both | args)})")
         args = args | {"plan": "plan"}
     read = "cache.view(torch.uint8)" if case.is_deepseek and case.seed % 2 else "cache"
-    return [*lines, f"outs = tilewise.attention_mla(turned, {read}, totals, {said(where, args)})", alike]
+    return [*lines, f"outs = tilewise.attention_mla(turned, {read}, totals, {kv.keywords(where | args)})", alike]
 
 
 def named(case: MlaCase) -> list[list[list[int]]]:
@@ -243,14 +216,14 @@ def counted(case: MlaCase) -> list[list[int]]:
 
 
 def _indices(case: MlaCase) -> list[str]:
-    lines, counts = [f"indices = {ints(named(case))}"], counted(case)
+    lines, counts = [f"indices = {kv.ints(named(case))}"], counted(case)
     match case.counts:
         case "number":
             lines.append(f"counts = {counts[0][0]}")
         case "sequence":
-            lines.append(f"counts = {ints(row[0] for row in counts)}")
+            lines.append(f"counts = {kv.ints(row[0] for row in counts)}")
         case "query":
-            lines.append(f"counts = {ints(counts)}")
+            lines.append(f"counts = {kv.ints(counts)}")
     return lines
 
 
@@ -274,9 +247,4 @@ def candidates(case: MlaCase) -> Iterator[MlaCase]:
             yield replace(case, **changes)
     for n in range(len(case.values) if len(case.values) > 1 else 0):
         yield replace(case, values=case.values[:n] + case.values[n + 1 :])
-    for n in range(0 if len(case.lengths) == 1 or case.slots else len(case.lengths)):
-        each = {name: x for name in ("lengths", "queries", "new") if (x := getattr(case, name))}
-        yield replace(case, **{name: x[:n] + x[n + 1 :] for name, x in each.items()})
-    for n, length in enumerate(case.lengths):
-        for shorter in sorted({length // 2, length - 1} - {length, -1}):
-            yield replace(case, lengths=(*case.lengths[:n], shorter, *case.lengths[n + 1 :]))
+    yield from kv.with_fewer_tokens(case)
