@@ -58,6 +58,14 @@ def ours(inputs: Inputs, along: Sequence[Tensor], backend: str, **options: Any) 
     return second(attend, inputs, along, inputs.q.dtype)
 
 
+def of_term(term: str, case: Case, backend: str, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The second derivatives of a case with a term of `TERMS`, and those of the reference in float64."""
+    options = TERMS[term](case.n_q, device) | {"window": None, "scale": 0.3}
+    inputs, along = (make(replace(case, seed=case.seed + n), device) for n in (0, 1))
+    wide = inputs._replace(**{name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout", "dlse")})
+    return ours(inputs, along[1:4], backend, **options), ours(wide, along[1:4], "reference", **options)
+
+
 def torchs(inputs: Inputs, along: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """By torch, every step in `dtype`."""
     spec = inputs.case.spec

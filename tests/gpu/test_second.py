@@ -9,7 +9,7 @@ import torch
 
 import tilewise
 from tests import second
-from tests.cases import Case, make
+from tests.cases import Case
 
 CASES = {
     "causal": Case(batch=2, n_q=256, n_k=256, after=0),
@@ -33,12 +33,7 @@ def test_within_budget(name: str, dtype: str, dims: tuple[int, int]) -> None:
 def test_terms(term: str) -> None:
     """Against the reference in float64. float32: the errors are those of the order of sums."""
     torch.manual_seed(0)
-    case = Case(n_q=200, n_k=200, d=64, dv=64)
-    options = second.TERMS[term](200, "cuda") | {"window": None, "scale": 0.3}
-    inputs, along = make(case, "cuda"), make(replace(case, seed=1), "cuda")
-    found = second.ours(inputs, along[1:4], "triton", **options)
-    wide = inputs._replace(**{name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout", "dlse")})
-    exact = second.ours(wide, along[1:4], "reference", **options)
+    found, exact = second.of_term(term, Case(n_q=200, n_k=200, d=64, dv=64), "triton", "cuda")
     for name, x, y in zip(second.NAMES, found, exact, strict=True):
         error = (x.double() - y).norm() / y.norm()
         assert error < 1e-2, f"{name}: {error:.1e}"

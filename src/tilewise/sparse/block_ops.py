@@ -45,12 +45,7 @@ def combined(
 
 @torch.library.impl(_library, "combine", "CompositeExplicitAutograd")
 def _combine(
-    base: Tensor | None,
-    lse: Tensor | None,
-    parts: Tensor,
-    part_lse: Tensor | None,
-    positions: Tensor,
-    dtype: torch.dtype,
+    base: Tensor | None, lse: Tensor | None, parts: Tensor, part_lse: Tensor | None, positions: Tensor, dtype: Any
 ) -> tuple[Tensor, Tensor]:
     if parts.is_cuda and parts.dtype != torch.float64:
         from ..backends.common import combine_parts

@@ -37,11 +37,7 @@ def test_within_budget(name: str, triton_runs: None, device: str) -> None:
 def test_terms(term: str, triton_runs: None) -> None:
     """Terms whose score has derivative 1: the same as the reference in float64."""
     torch.manual_seed(0)
-    case, options = Case(n_q=33, n_k=33), second.TERMS[term](33, "cpu") | {"window": None, "scale": 0.3}
-    inputs, along = make(case, "cpu"), make(Case(n_q=33, n_k=33, seed=1), "cpu")
-    found = second.ours(inputs, along[1:4], "triton", **options)
-    wide = inputs._replace(**{name: getattr(inputs, name).double() for name in ("q", "k", "v", "dout", "dlse")})
-    exact = second.ours(wide, along[1:4], "reference", **options)
+    found, exact = second.of_term(term, Case(n_q=33, n_k=33), "triton", "cpu")
     for x, y in zip(found, exact, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 

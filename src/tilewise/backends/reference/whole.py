@@ -100,7 +100,7 @@ def differentiable_backward(
         for whole in _wholes(request, rows_of):
             place, hide, p = whole.block.place, whole.hide, whole.p
             dout, *dlse = (x.to(dtype) for x in whole.rows)
-            dp = product(dout, whole.v, hide).masked_fill(hide, 0.0)
+            dp = pairwise_product(dout, whole.v, hide).masked_fill(hide, 0.0)
             dp = dp if whole.factor is None else dp * whole.factor
             delta = (p * dp).sum(-1, keepdim=True) - (dlse[0] if dlse else 0.0)
             ds = (p * (dp - delta)).masked_fill(hide, 0.0)
@@ -194,24 +194,24 @@ def _wholes(request: Request, more_rows: list[Tensor]) -> Iterator[Whole]:
     for (q_all, *rows), (k_all, v_all), (block,) in sequences([q, *more_rows], [k, v], request, whole=True):
         q_all = q_all.to(dtype)
         hide = hidden(block, request).expand(len(q_all), q_all.shape[1], k_all.shape[1])
-        raw = spec.scale * product(q_all, k_all, hide)
+        raw = spec.scale * pairwise_product(q_all, k_all, hide)
         s = score_terms(raw, block, request, dtype).masked_fill(hide, -torch.inf)
         p, lse = softmax(s, request.sinks)
         factor, top = dropout_factor(block.place, request, dtype), row_maxima(s.detach(), None).squeeze(-1)
         yield Whole(block, q_all, k_all, v_all, rows, raw, hide, p, lse, factor, top)
 
 
-def product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
-    """a @ b^T. A row of a or b that is not finite makes the pairs nan that see each other, and their derivatives, and
-    no others."""
+def pairwise_product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
+    """a @ b^T. If a row of a or b is not finite, its visible pairs and their derivatives are nan. Other pairs do not
+    change."""
     bad_a, bad_b = (~x.isfinite().all(-1, keepdim=True) for x in (a, b))
     met = torch.where((bad_a | bad_b.mT) & ~hide, torch.nan, 1.0).to(a.dtype)
     return (a.masked_fill(bad_a, 0.0) @ b.masked_fill(bad_b, 0.0).mT) * met
 
 
 def masked_product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
-    """a @ b. a is 0 at hidden pairs, and a NaN or inf in b has no effect there. The derivatives of its other terms are
-    those of a sum."""
+    """a @ b. a is 0 at hidden pairs, and a NaN or inf in b has no effect there. NaN is added to the result, so that the
+    gradients of its finite terms are not lost."""
     bad = ~b.isfinite()
     met = (~hide).to(a.dtype) @ bad.to(a.dtype) > 0
     return a @ b.masked_fill(bad, 0.0) + torch.where(met, torch.nan, 0.0).to(a.dtype)
