@@ -4,8 +4,8 @@
     python bench/tile_choices.py --fa3 DIR --seed 1 0 1    of another seed
 
 Prints ratios for each shape: FlashAttention-3's time over ours, measured in turns; "table" is the tile of
-`tilewise.backends.hopper.tiles`. All candidates are compiled first, in several processes. Candidates that spill, and
-results that are not those of the table's tile, are marked.
+`tilewise.backends.hopper.tile_table`. All candidates are compiled first, in several processes. Candidates that spill,
+and results that are not those of the table's tile, are marked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tilewise.backends.common.launch import (
     target_of,
 )
 from tilewise.backends.hopper.launches import forward_launches, new_state
-from tilewise.backends.hopper.tiles import ForwardTile
+from tilewise.backends.hopper.tile_table import ForwardTile
 from tilewise.request import Request
 from tilewise.validation import dense as checks
 from tilewise_lab.bench.cases import Case, Inputs

@@ -226,7 +226,7 @@ def test_layers_and_exceptions_exist():
         ("backends.reference.tiled", "import triton", False),
         ("backends.registry", "import triton", False),
         ("warmup", "from .backends.common.tiles import Tile", True),
-        ("warmup", "from .backends.hopper.tiles import widths", False),
+        ("warmup", "from .backends.hopper.tile_table import widths", False),
         ("warmup", "import triton", False),
         ("warmup", "def f():\n    import triton", True),
         ("warmup", "from tilewise_lab.bench import cases", False),

@@ -12,7 +12,7 @@ from .autograd import attend, run_plan
 from .backends.registry import choose
 from .errors import AttentionError
 from .options import REQUIRED, Options, OtherOptions, misplaced, takes_options
-from .plan_cache import CallPlan, is_eager, is_traced, plan_of, plans, positions, signature
+from .plan_cache import CallPlan, can_use_plan, needs_registered_op, plan_of, plans, positions, signature
 from .validation import dense as validation
 from .validation import nested
 from .validation.offsets import as_int32_offsets, check_max_seqlens
@@ -159,7 +159,7 @@ def attention(
     if layout is not None or (may_cast and validation.is_cast(q, k, v)):
         q, k, v = validation.to_bshd(q, k, v, layout)
     tensors = [q, k, v]
-    key = signature("attention", tensors, options) if is_eager() and not validation.CHECK_CONTENTS else None
+    key = signature("attention", tensors, options) if can_use_plan() and not validation.CHECK_CONTENTS else None
     plan = None if key is None else plans.get(key)
     if plan is None:
         results = _first_call(key, tensors, options, (), (), layout is not None)
@@ -352,7 +352,11 @@ def check(
     Raises:
         AttentionError: the call is wrong; the message says what, and what is accepted.
     """
-    cu = () if cu_seqlens_q is None else tuple(map(as_int32_offsets, (cu_seqlens_q, cu_seqlens_k)))
+    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if not is_packed and isinstance(q, Tensor) and q.is_nested:
+        (q, k, v), (cu_seqlens_q, cu_seqlens_k) = nested.unpacked(*validation.to_bshd(q, k, v, layout))
+        is_packed, layout = True, None
+    cu = tuple(map(as_int32_offsets, (cu_seqlens_q, cu_seqlens_k))) if is_packed else ()
     if layout is None and not cu and (found := validation.swapped(q, k)) is not None:
         raise AttentionError("layout", found, validation.LAYOUTS)
     q, k, v = validation.to_bshd(q, k, v, layout)
@@ -364,7 +368,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, An
     """The results of `attention_varlen`, as those of `run_plan`."""
     tensors = [q, k, v, *cu]
     key = None
-    if is_eager() and not validation.CHECK_CONTENTS:
+    if can_use_plan() and not validation.CHECK_CONTENTS:
         key = signature("attention", tensors, options, *_sizes(max_seqlens, options))
     plan = None if key is None else plans.get(key)
     if plan is None:
@@ -385,7 +389,7 @@ def _first_call(
     if not is_layout_named:
         validation.warn_if_swapped(q, k)
     with_lse = options.get("return_lse", False)
-    if is_traced(*request[:3]):
+    if needs_registered_op(*request[:3]):
         return attend(request.spec, None, request.tensors(), with_lse)
     order = None if key is None else positions(request.tensors(), tensors)
     if order is None:  # there is no signature, or validation made a tensor for this call, such as a seed

@@ -12,7 +12,7 @@ from .backends.reference import ReferenceBackend
 from .backends.reference.derivatives import reference_jvp, reference_vjp
 from .errors import AttentionError
 from .ops import dense as ops
-from .plan_cache import CallPlan, at_wanted, is_eager, is_traced, is_transformed
+from .plan_cache import CallPlan, at_wanted, can_use_plan, is_transformed, needs_registered_op
 from .request import TENSOR_TYPES, BackwardInputs, Request, Spec, arguments, has_address, is_dtensor, num_differentiable
 from .torch_internals import batched, eager_apply, forward_mode_level, profiler_enabled, transform_level, unbatched
 
@@ -43,7 +43,7 @@ def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None],
         request = Request.of(spec, tensors)
         if ops.chosen(request).name == REFERENCE:
             return ReferenceBackend.differentiable(request)
-        return TransformedAttention.apply(Leaf(plan or spec), *tensors)  # type: ignore[no-untyped-call]
+        return TransformedAttention.apply(NonTensor(plan or spec), *tensors)  # type: ignore[no-untyped-call]
     wanted = tensors[: num_differentiable(spec)]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
         return run_forward(plan or spec, tensors)
@@ -65,7 +65,8 @@ def check_forward_only(spec: Spec, tensors: Sequence[Tensor | None]) -> None:
 
 
 def run_plan(plan: CallPlan, arguments: Sequence[Tensor]) -> Any:
-    """`attend` of an eager call whose plan was found by its signature, without forward-mode derivatives."""
+    """`attend` of an eager call whose plan was found by its signature, without forward-mode derivatives. If
+    plan.returns_out, the lse is None."""
     tensors = arguments if len(arguments) == 3 else plan.tensors(arguments)
     if profiler_enabled():
         return attend(plan.spec, plan, tensors, not plan.returns_out)
@@ -74,7 +75,7 @@ def run_plan(plan: CallPlan, arguments: Sequence[Tensor]) -> Any:
     if plan.spec.precision is not None:
         check_forward_only(plan.spec, tensors)
     if plan.returns_out:
-        return (_apply(plan, *tensors),)
+        return _apply(plan, *tensors), None
     return _apply_with_lse(plan, *tensors)
 
 
@@ -107,8 +108,8 @@ class AttentionWithLse(torch.autograd.Function):
         call, saved = ctx.call, ctx.saved_tensors  # read once: a checkpoint recomputes them
         has_no_terms = len(saved) == 5  # q, k, v, out and lse
         is_usual = has_no_terms and dlse is None and type(call) is CallPlan
-        if is_usual and not torch.is_grad_enabled() and not profiler_enabled() and is_eager():
-            grads = call.usual_gradients(saved, dout)
+        if is_usual and not torch.is_grad_enabled() and not profiler_enabled() and can_use_plan():
+            grads = call.prepared_gradients(saved, dout)
             if grads is not None:
                 return None, *grads
         return _backward(ctx, saved, dout, dlse)
@@ -128,7 +129,7 @@ class Attention(AttentionWithLse):
 _apply, _apply_with_lse = eager_apply(Attention), eager_apply(AttentionWithLse)
 
 
-class Leaf:
+class NonTensor:
     """An argument of a Function that is no tensor. torch.func takes tuples apart, and a Spec is one."""
 
     __slots__ = ("value",)
@@ -144,7 +145,7 @@ class TransformedAttention(AttentionWithLse):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: Leaf, *tensors: Any) -> Any:  # type: ignore[override]
+    def forward(call: NonTensor, *tensors: Any) -> Any:  # type: ignore[override]
         return run_forward(call.value, tensors)
 
     @staticmethod
@@ -158,7 +159,7 @@ class TransformedAttention(AttentionWithLse):
         *tensors, out, lse = ctx.saved_tensors
         request = Request.of(spec_of(ctx.call), tensors)
         lacking = TERMS if any(t is not None for t in tangents[3:]) else ops.chosen(request).lacks_jvp(request)
-        if takes_reference("forward mode", request, lacking):
+        if use_reference_or_raise("forward mode", request, lacking):
             spec = request.spec._replace(max_logit=False)
             found = reference_jvp(lambda *x: ReferenceBackend.differentiable(Request.of(spec, x)), tensors, tangents)
             return (*found, None) if request.spec.max_logit else tuple(found)
@@ -196,9 +197,9 @@ def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor 
             return ReferenceBackend.differentiable_backward(request, bwd_inputs, every)[:n]
         # Out and lse get no gradient; if torch knew where they come from, it would run this backward with zeros.
         constants = out.detach(), lse.detach()
-        return FirstDerivative.apply(Leaf(wanted), Leaf(spec), *constants, *bwd_inputs[2:], *tensors)  # type: ignore[no-untyped-call]
+        return FirstDerivative.apply(NonTensor(wanted), NonTensor(spec), *constants, *bwd_inputs[2:], *tensors)  # type: ignore[no-untyped-call]
 
-    return None, *by_gradient(gradients, dout, dlse), *(None,) * (len(tensors) - n)
+    return None, *for_each_batched_gradient(gradients, dout, dlse), *(None,) * (len(tensors) - n)
 
 
 def is_batched(*tensors: Tensor | None) -> bool:
@@ -210,7 +211,7 @@ def is_batched(*tensors: Tensor | None) -> bool:
     return False
 
 
-def by_gradient(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+def for_each_batched_gradient(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
     """Returns function(*tensors), a tuple. If some of `tensors` are stacks of gradients (`is_batched`), calls the
     function once for each entry and returns stacks of its results. Their level is 1: autograd does not nest them."""
     if torch.compiler.is_compiling() or not is_batched(*tensors):
@@ -229,7 +230,7 @@ def first_gradients(request: Request, bwd_inputs: BackwardInputs) -> Any:
     Out and lse count as constants: the gradient with respect to q, k and v is the whole derivative."""
     if not is_higher_order(bwd_inputs.dout, *request[:3]):
         return ops.registered("backward")(*bwd_inputs, *arguments(request))
-    wanted, spec = Leaf((True,) * 3), Leaf(request.spec)
+    wanted, spec = NonTensor((True,) * 3), NonTensor(request.spec)
     return FirstDerivative.apply(wanted, spec, *bwd_inputs, *request.tensors())  # type: ignore[no-untyped-call]
 
 
@@ -239,7 +240,7 @@ class FirstDerivative(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(wanted: Leaf, spec: Leaf, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
+    def forward(wanted: NonTensor, spec: NonTensor, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
         return run_backward(wanted.value, spec.value, BackwardInputs(out, lse, dout, dlse), tensors)
 
     @staticmethod
@@ -256,17 +257,17 @@ class FirstDerivative(torch.autograd.Function):
         out, lse, dout, dlse, *tensors = ctx.saved_tensors
         request = Request.of(ctx.spec, tensors)
         terms = any(x is not None for x in cotangents[3:]) or any(ctx.needs_input_grad[9:])
-        by_reference = takes_reference("a gradient of the gradient", request, lacks_second(request, terms))
+        by_reference = use_reference_or_raise("a gradient of the gradient", request, lacks_second(request, terms))
 
         def second(*given: Tensor | None) -> Any:
             if by_reference:
                 inputs = dout, dlse, *tensors
                 return reference_vjp(_reference_gradients(ctx), inputs, given, ctx.needs_input_grad[4:])
             moved = _tangents(given[:3], tensors)
-            tout, tlse, *grads = SecondDerivative.apply(Leaf(ctx.spec), out, lse, dout, dlse, *moved, *tensors)  # type: ignore[no-untyped-call]
+            tout, tlse, *grads = SecondDerivative.apply(NonTensor(ctx.spec), out, lse, dout, dlse, *moved, *tensors)  # type: ignore[no-untyped-call]
             return tout, None if dlse is None else tlse, *grads, *(None,) * (len(tensors) - 3)
 
-        return None, None, None, None, *by_gradient(second, *cotangents)
+        return None, None, None, None, *for_each_batched_gradient(second, *cotangents)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -275,7 +276,7 @@ class FirstDerivative(torch.autograd.Function):
         tdout, tdlse, *others = tangents[4:]
         request, terms = Request.of(ctx.spec, tensors), any(x is not None for x in others[3:])
         lacking = lacks_second(request, terms or any(ctx.wanted[3:]))
-        if takes_reference("a derivative of the gradient", request, lacking):
+        if use_reference_or_raise("a derivative of the gradient", request, lacking):
             return tuple(reference_jvp(_reference_gradients(ctx), (dout, dlse, *tensors), tangents[4:]))
         grads = [torch.zeros_like(x) for x in request[:3]]
         if any(x is not None for x in others[:3]):
@@ -295,7 +296,9 @@ class SecondDerivative(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(spec: Leaf, out: Any, lse: Any, dout: Any, dlse: Any, tq: Any, tk: Any, tv: Any, *tensors: Any) -> Any:
+    def forward(
+        spec: NonTensor, out: Any, lse: Any, dout: Any, dlse: Any, tq: Any, tk: Any, tv: Any, *tensors: Any
+    ) -> Any:
         request = Request.of(spec.value, tensors)
         return ops.registered("hvp")(out, lse, dout, dlse, [tq, tk, tv], *arguments(request))
 
@@ -323,7 +326,7 @@ def lacks_second(request: Request, terms: bool) -> str | None:
     return TERMS if terms else ops.chosen(request).lacks_hvp(request)
 
 
-def takes_reference(what: str, request: Request, lacking: str | None) -> bool:
+def use_reference_or_raise(what: str, request: Request, lacking: str | None) -> bool:
     """Whether the reference computes a derivative, because the kernels lack it and the backend is "auto".
 
     Raises:
@@ -357,7 +360,7 @@ def run_backward(
     wanted: Sequence[bool], call: CallPlan | Spec, bwd_inputs: BackwardInputs, tensors: Sequence[Any]
 ) -> Sequence[Tensor | None]:
     """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
-    if not isinstance(call, CallPlan) or is_traced(bwd_inputs.dout, *tensors[:3]):
+    if not isinstance(call, CallPlan) or needs_registered_op(bwd_inputs.dout, *tensors[:3]):
         request = Request.of(spec_of(call), tensors)
         if is_dtensor(*request[:3]):
             from .ops import dtensor

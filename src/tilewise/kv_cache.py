@@ -16,11 +16,11 @@ from .kv_formats import has_token_scales, head_dim, shared_columns, shares_memor
 from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
 from .ops import kv as ops
 from .options import KvOptions, kv_defaults, kv_options, show_options
-from .plan_cache import is_eager, is_traced, plans, positions, runner_of, signature
+from .plan_cache import can_use_plan, needs_registered_op, plans, positions, runner_of, signature
 from .request import lse_dtype
+from .validation import dense
 from .validation import kv as checks
 from .validation import kv_contents as contents
-from .validation.dense import CHECK_CONTENTS
 from .validation.kv_new_tokens import check_append, check_new_tokens
 from .validation.kv_plan import check_shape, shape_of
 from .validation.kv_rotary import check_positions
@@ -122,7 +122,7 @@ def attention_kv(
         return _returned(known.runner([tensors[n] for n in known.order]), known.returns_lse)
     given = kv_options(options)
     call, with_lse = _call(q, k_cache, v_cache, lengths, given), given["return_lse"]
-    if is_traced(*call.request.dense[:3]):
+    if needs_registered_op(*call.request.dense[:3]):
         return _returned(ops.traced_attend(call), with_lse)
     results = _run_new("attend", key, tensors, call, lambda: kv_backend(call.request).attend_runner(call), with_lse)
     return _returned(results, with_lse)
@@ -168,7 +168,7 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     old: KvPlan | None = given["plan"]
     if old is not None:
         _check_plan(old, request)
-    traced = is_traced(*request.dense[:3])
+    traced = needs_registered_op(*request.dense[:3])
     if old is None and traced:
         schedule, workspace = torch.ops.tilewise.new_plan_kv(*attend_arguments(request))
         return KvPlan(schedule, workspace, ops.new_lse(request.dense.q), shape)
@@ -323,9 +323,9 @@ def append_kv(
     given = checks.append_options(options)
     places = checks.places_of(k_new, k_cache, lengths, given)
     request = checks.append_request(k_new, v_new, k_cache, v_cache, places, q, given)
-    if CHECK_CONTENTS:
+    if dense.CHECK_CONTENTS:
         check_append(request)
-    if is_traced(k_new, v_new, k_cache, v_cache):
+    if needs_registered_op(k_new, v_new, k_cache, v_cache):
         rotated = ops.traced_append(request, backend)
         return q if rotated is None else rotated
     written = written_tokens(request, backend)
@@ -345,7 +345,7 @@ class Prepared(NamedTuple):
 def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """The signature, or None if the call is not kept and is checked every time: traced calls, those on a CPU, those
     whose lengths are a number, and all calls with TILEWISE_CHECK=1."""
-    if CHECK_CONTENTS or not is_eager():  # a tracer cannot compare the addresses below
+    if dense.CHECK_CONTENTS or not can_use_plan():  # a tracer cannot compare the addresses below
         return None
     plan = options.get("plan")
     k_cache, v_cache = tensors[2:4] if name == "append_kv" else tensors[1:3]
@@ -399,7 +399,7 @@ def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, gi
     if out is not None:
         _check_out(request, out)
     call = KvCall(request, new, out=out)
-    if CHECK_CONTENTS:
+    if dense.CHECK_CONTENTS:
         _check_contents(call, given)
     if plan is None:
         return call
@@ -426,7 +426,7 @@ def _check_contents(call: KvCall, given: KvOptions) -> None:
 
 def _check_plan(plan: KvPlan, request: KvRequest) -> None:
     check_shape(plan, request)
-    if plan.backend is not None and not is_traced(*request.dense[:3]):
+    if plan.backend is not None and not needs_registered_op(*request.dense[:3]):
         name = choose(request).backend.name
         if plan.backend != name:
             expected = f"one for {name!r}, which runs this call: call plan_kv with this call's arguments"

@@ -12,7 +12,8 @@ from .kv_cache import attention_kv
 from .kv_formats import BYTES, LATENT, WIDTH
 from .kv_request import KvPlan
 from .options import PageTable
-from .validation.dense import CHECK_CONTENTS, tensor
+from .validation import dense
+from .validation.dense import tensor
 from .validation.kv_rotary import integers
 
 
@@ -179,7 +180,7 @@ def mla_arguments(q: Tensor, cache: Tensor, lengths: Any, indices: Tensor | None
         raise AttentionError("shape of indices", shape, f"(B, Sq, K) for q (B, Sq, H, {WIDTH}), {tuple(q.shape)}")
     table = indices.flatten(0, 1)
     lengths = _index_counts(lengths, shape, q)
-    if CHECK_CONTENTS:
+    if dense.CHECK_CONTENTS:
         _check_indices(indices, lengths, cache.shape[0] * cache.shape[1])
     return MlaArguments(q.flatten(0, 1)[:, None], cache, cache[..., :LATENT], lengths, {"token_table": table})
 

@@ -28,11 +28,11 @@ from .kv_request import KV_TILE
 from .request import TENSOR_TYPES, BackwardInputs, Request, has_address, num_differentiable
 from .torch_internals import forward_mode_level, num_dispatch_modes, transform_level
 
-MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
-MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
+MAX_PLANS = 4096  # new sequence lengths make new plans; the cache is cleared when full
+MAX_LAYOUTS = 64  # of the gradients and saved tensors of one plan
 CONSTANTS = frozenset((bool, int, str, type(None), torch.dtype, torch.device))
 T = TypeVar("T")
-strides_of, dtype_of, gpu_of = Tensor.stride, attrgetter("dtype"), Tensor.get_device
+strides_of, dtype_of, device_index_of = Tensor.stride, attrgetter("dtype"), Tensor.get_device
 
 
 class PlanCache(dict[tuple[Any, ...], T], Generic[T]):
@@ -40,7 +40,7 @@ class PlanCache(dict[tuple[Any, ...], T], Generic[T]):
 
     def keep(self, signature: tuple[Any, ...] | None, plan: T) -> None:
         if signature is not None:
-            if len(self) >= MOST_PLANS:
+            if len(self) >= MAX_PLANS:
                 self.clear()
             self[signature] = plan
 
@@ -53,13 +53,13 @@ def is_transformed() -> bool:
     return (transform_level() is not None or forward_mode_level() >= 0) and not is_compiling()
 
 
-def is_eager() -> bool:
+def can_use_plan() -> bool:
     """Whether no tracer, dispatch mode, function transform or forward-mode derivative is active in this thread. (A
     tracer other than Dynamo is a dispatch mode.)"""
     return not (is_dynamo_compiling() or num_dispatch_modes() or is_transformed())
 
 
-def is_traced(*tensors: Tensor) -> bool:
+def needs_registered_op(*tensors: Tensor) -> bool:
     """Whether a tracer, dispatch mode or function transform is active, which must see the registered op. If not, the
     implementation is called directly: the dispatcher costs as much as a launch."""
     return (
@@ -72,8 +72,8 @@ def is_traced(*tensors: Tensor) -> bool:
 
 
 def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *settings: Any) -> tuple[Any, ...] | None:
-    """The signature of an eager call (`is_eager`) of the function `name`, or None if it is not kept: calls on a CPU,
-    and those with values of other types.
+    """The signature of an eager call (`can_use_plan`) of the function `name`, or None if it is not kept: calls on a
+    CPU, and those with values of other types.
 
     Args:
         name: tells the calls of different functions apart.
@@ -213,12 +213,12 @@ class CallPlan:
         found: Sequence[Tensor] = self.backward((*tensors, *bwd_inputs, *tangents), tangents=len(tangents))
         return found
 
-    def usual_gradients(self, saved: Sequence[Tensor], dout: Any) -> Any:
-        """(dq, dk, dv) of a call without score terms and without a gradient of lse, for `saved` q, k, v, out and lse.
+    def prepared_gradients(self, saved: Sequence[Tensor], dout: Any) -> Any:
+        """(dq, dk, dv) of a call without score terms and without a gradient of lse, by the runner that is kept for
+        these layouts. `saved`: q, k, v, out and lse.
 
-        None if no prepared inputs had these layouts before, or if the values of dout are not those at its address: it
-        is None, a tensor of a subclass, a zero tensor, a stack of gradients that autograd batches, or a view with the
-        negative bit.
+        None if there is no such runner, or if the values of dout are not those at its address: it is None, a tensor of
+        a subclass, a zero tensor, a stack of gradients that autograd batches, or a view with the negative bit.
         """
         if not has_address(dout) or not dout.data_ptr() or dout.is_neg():
             return None
@@ -232,7 +232,7 @@ class CallPlan:
         """What a runner of `backward` depends on. The layout of dout is not known before, and a hook may have replaced
         a saved tensor. (A KernelCall checks the alignment.) `strides`: of all tensors, None for one that is absent;
         `given`: the others."""
-        key = (wanted, *strides, *map(dtype_of, given), *map(gpu_of, given))
+        key = (wanted, *strides, *map(dtype_of, given), *map(device_index_of, given))
         return (*key, torch.backends.cuda.matmul.fp32_precision) if self.uses_tf32 else key
 
     def backward(
@@ -250,7 +250,7 @@ class CallPlan:
         runner = self._backward.get(key)
         if runner is None:
             runner = self._backward_runner([*every], wanted, tangents)
-            if len(self._backward) >= MOST_LAYOUTS:
+            if len(self._backward) >= MAX_LAYOUTS:
                 self._backward.clear()
             self._backward[key] = runner
         return runner(every)
@@ -310,7 +310,8 @@ def at_wanted(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor |
 
 
 def plan_of(name: str, make: Callable[[], Request], tensors: Sequence[Tensor | None], *settings: Any) -> CallPlan:
-    """The plan of a registered op: its scalar arguments are the settings. `make` returns the checked request."""
+    """The plan of a registered op, whose scalar arguments are the settings, or of a call that has no signature. `make`
+    returns the checked request."""
     first = tensors[0]
     key = None
     if first is not None and first.is_cuda:

@@ -76,6 +76,10 @@ class Spec(NamedTuple):
             raise AttentionError("scale", scale, "a finite number (zero and negative are fine)")
         return Spec(float(scale), before, after, backend, **others)
 
+    def is_linear(self, has_bias: bool) -> bool:
+        """Whether the score is q.k times a positive factor, which kernels multiply in the exponent of the softmax."""
+        return self.scale > 0 and self.score_mod is None and not has_bias
+
 
 def num_differentiable(spec: Spec) -> int:
     """The number of tensors that may have gradients. They are the first ones of `Request.tensors()`: q, k, v, bias,
@@ -269,6 +273,11 @@ def _side(name: str, side: Any) -> int | None:
     return side if side < FAR else None
 
 
+def padded(d: int, least: int = 16) -> int:
+    """The power of two, at least `least`, in which kernels compute a head dim."""
+    return max(least, 1 << (d - 1).bit_length())
+
+
 def has_address(x: Tensor) -> bool:
     """Whether a tensor has memory. Fake tensors and those that torch.func or autograd batches have none."""
     if type(x) not in TENSOR_TYPES:
@@ -312,6 +321,11 @@ class Gpu(NamedTuple):
     def capability(self) -> int:
         """90 for sm_90, 0 where there is none: what AMD's report under that name means something else."""
         return self.arch if isinstance(self.arch, int) else 0
+
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether PTX has conversions to and from float8_e4m3fn."""
+        return self.kind == "cuda" and self.capability >= 89
 
     def __str__(self) -> str:
         return f"sm_{self.arch}" if self.kind == "cuda" else str(self.arch)

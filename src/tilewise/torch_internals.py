@@ -79,8 +79,8 @@ def constant(function: F) -> F:
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` for calls that are eager (`is_eager`): Function.apply first asks whether a torch.func transform
-    is active, which takes a tenth of a small forward, and then calls the method of its own base class."""
+    """`function.apply` for eager calls (`can_use_plan`). Function.apply first asks whether a torch.func transform is
+    active, which takes a tenth of a small forward, and then calls the method of its own base class."""
     found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return found
 

@@ -66,8 +66,11 @@ def test_flops_of_tensors_without_numbers(kind: Any) -> None:
             tilewise.attention_varlen(x, x, x, offsets, offsets)
             packed = counter.get_total_flops()
             tilewise.attention_kv(q, k, k, lengths)
+            full = counter.get_total_flops()
+            tilewise.attention_kv(q, k, k, lengths, token_table=torch.empty(2, 5, dtype=torch.int32))
     assert packed == 2 * 4 * 2 * 5 * 5 * 16
-    assert counter.get_total_flops() - packed == 2 * 4 * 2 * 16 * 16
+    assert full - packed == 2 * 4 * 2 * 16 * 16
+    assert counter.get_total_flops() - full == 2 * 4 * 2 * 5 * 16
 
 
 @pytest.mark.parametrize("save", [True, False])
@@ -144,6 +147,15 @@ def test_nested_tensors(layout: str) -> None:
     expected.sin().sum().backward()
     for x, y in zip((q, k, v), values, strict=True):
         assert_close(x.grad.values(), y.grad)
+
+
+def test_check_of_nested_tensors() -> None:
+    q, many = jagged((3, 5, 1), 4), jagged((3, 5), 64)
+    tilewise.check(q, q, q, causal=True)
+    tilewise.check(*[q.transpose(1, 2)] * 3, layout="bhsd")
+    tilewise.check(many, many, many)
+    with pytest.raises(tilewise.AttentionError, match="window"):
+        tilewise.check(q, q, q, window=(-1, 0))
 
 
 def test_nested_keys_of_other_lengths() -> None:

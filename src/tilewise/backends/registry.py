@@ -139,7 +139,7 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
             rejected = f"; {backend.name}: {missing}"
     for backend in BACKENDS:
         if backend.name == name:
-            missing = backend.unsupported(request, gpu) if backend in able else "a KV cache, which it does not serve"
+            missing = backend.unsupported(request, gpu) if backend in able else "a KV cache, which is not supported"
             if missing is not None:
                 raise AttentionError(f"backend={name!r}", missing, "backend='auto' or 'reference', which run here")
             return Choice(backend, "asked for by name")

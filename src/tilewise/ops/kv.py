@@ -105,8 +105,7 @@ def _flops(
     request = attend_request_of_op(*given)
     places, q, cu_q = request.places, request.q, request.dense.cu_q
     if not readable(places.lengths, cu_q, places.cu_new):
-        pages = 1 if places.table is None else places.table.shape[-1]
-        pairs = q.shape[:-2].numel() * pages * request.k.shape[1]
+        pairs = q.shape[:-2].numel() * places.capacity(request.k)
     else:
         queries = q.shape[1] if cu_q is None else cu_q.diff()
         keys = places.lengths + (places.new if places.cu_new is None else places.cu_new.diff())

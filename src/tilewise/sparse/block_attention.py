@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import by_gradient, is_higher_order
+from ..autograd import for_each_batched_gradient, is_higher_order
 from ..ops.dense import registered
 from ..request import Gpu, Request, Spec, arguments, gpu_of
 from .block_ops import combined
@@ -162,7 +162,7 @@ class BlockAttention(torch.autograd.Function):
             with torch.no_grad():
                 return _gradients((q, k, v), (out, lse, dout.contiguous()), choices, starts, ctx.sizes)
 
-        return *by_gradient(gradients, dout), *(None,) * 5
+        return *for_each_batched_gradient(gradients, dout), *(None,) * 5
 
 
 def _gradients(

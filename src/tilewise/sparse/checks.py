@@ -12,7 +12,8 @@ from torch import Tensor
 from ..errors import AttentionError, shown
 from ..options import Options
 from ..request import Spec
-from ..validation.dense import CHECK_CONTENTS, checked_request
+from ..validation import dense
+from ..validation.dense import checked_request
 from ..validation.offsets import as_int32_offsets
 
 P = ParamSpec("P")
@@ -82,7 +83,7 @@ def _check_heads(q: Tensor) -> None:
 def check_indices(name: str, function: str, indices: Tensor, last: int | Tensor) -> None:
     """Raises unless the indices (B, S, Hk, n) are -1 or 0 to `last`, one number or (S, 1, 1), and none is there twice.
     On a GPU only if TILEWISE_CHECK=1."""
-    if not (indices.device.type == "cpu" or CHECK_CONTENTS):
+    if not (indices.device.type == "cpu" or dense.CHECK_CONTENTS):
         return
     wrong = ((indices < -1) | (indices > last)).nonzero()
     if len(wrong):

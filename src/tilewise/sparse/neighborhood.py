@@ -25,7 +25,7 @@ from ..errors import AttentionError, shown
 from ..mods import BlockMask, block_mask, mask_mod
 from ..ops.dense import registered
 from ..options import Options
-from ..plan_cache import is_eager
+from ..plan_cache import can_use_plan
 from ..request import BackwardInputs, Request, Spec, arguments
 from ..torch_internals import constant
 from ..validation.dense import checked_request, is_cast
@@ -140,7 +140,7 @@ def neighborhood(
         shaped: Tensor = attention(*rows, scale=scale, backend=backend).unflatten(1, space)
         return shaped
     layout = Layout(*_layout(windows, str(q.device)))
-    if layout.token_boxes and q.is_cuda and is_eager() and not is_cast(q, k, v):
+    if layout.token_boxes and q.is_cuda and can_use_plan() and not is_cast(q, k, v):
         options: Options = {"mask_mod": layout.mask, "scale": scale, "backend": backend}
         request = checked_request(rows[0], rows[1], rows[2], (), (), options)
         spec = request.spec._replace(token_boxes=layout.token_boxes)

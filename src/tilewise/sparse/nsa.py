@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..autograd import by_gradient, is_higher_order
+from ..autograd import for_each_batched_gradient, is_higher_order
 from ..errors import AttentionError, shown
 from ..mods import mask_mod
 from ..plan_cache import is_transformed
@@ -266,7 +266,7 @@ class GatedSum(torch.autograd.Function):
                 return tuple(_gate_gradients(dout, saved[:3], saved[3:]))
             return tuple(torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:]))
 
-        return by_gradient(gradients, dout)
+        return for_each_batched_gradient(gradients, dout)
 
 
 @torch.library.impl(_library, "gated_sum", "CompositeExplicitAutograd")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import by_gradient
+from ..autograd import for_each_batched_gradient
 from ..errors import AttentionError, shown
 from ..plan_cache import is_transformed
 from ..request import Gpu, gpu_of
@@ -128,7 +128,7 @@ class Topk(torch.autograd.Function):
             grads = backward(out, lse, dout, dlse, deterministic, v is None, q, k, values, indices, scale, backend)
             return tuple(grads)
 
-        dq, dk, dv = by_gradient(gradients, dout, dlse)
+        dq, dk, dv = for_each_batched_gradient(gradients, dout, dlse)
         return dq, dk, None if v is None else dv, None, None
 
 

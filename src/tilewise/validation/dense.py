@@ -157,8 +157,8 @@ def request_of(
         # `index`: constants, which torch.compile's symbols are not
         blocks, named["mask_block"] = mask.lists, tuple(map(index, (*mask.block, *mask.shape[:2])))
         mask = mask.mod
-    elif cu_q is not None and isinstance(mask, Mod):
-        check_tree(mask, k.shape[0], cu_q.shape[0] - 1)
+    elif cu_k is not None and isinstance(mask, Mod):  # calls with a KV cache have no cu_k
+        check_tree(mask, k.shape[0], cu_k.shape[0] - 1)
     if mask is not None:
         mask = checked_mod("mask", mask, q, known)
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}

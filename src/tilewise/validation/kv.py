@@ -172,9 +172,19 @@ def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOption
     """The places of `append_kv`, whose batch is that of k_new or cu_seqlens_new."""
     _check_cache("k_cache", k)
     _check_new("k_new", k_new)
-    cu_new = options["cu_seqlens_new"]
+    cu_new = _offsets_of_new(k_new, options)
     batch = k_new.shape[0] if cu_new is None else tensor("cu_seqlens_new", cu_new).numel() - 1
     return _places(batch, k_new, k, lengths, options | {"k_new": k_new})  # type: ignore[operator]
+
+
+def _offsets_of_new(k_new: Tensor, options: KvOptions) -> Tensor | None:
+    """cu_seqlens_new as given; its default for packed tokens is cu_seqlens_q."""
+    cu_new = options["cu_seqlens_new"]
+    if cu_new is not None or k_new.dim() != 3:
+        return cu_new
+    if options["cu_seqlens_q"] is None:
+        raise AttentionError("cu_seqlens_new", "None, for packed k_new", "int32 (B + 1,) offsets of its tokens")
+    return options["cu_seqlens_q"]
 
 
 def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) -> CachePlaces:
@@ -187,10 +197,7 @@ def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) 
     new = 0
     if k_new is not None:
         _check_new("k_new", k_new)
-        if cu_new is None and k_new.dim() == 3:
-            cu_new = options["cu_seqlens_q"]
-            if cu_new is None:
-                raise AttentionError("cu_seqlens_new", "None, for packed k_new", "int32 (B + 1,) offsets of its tokens")
+        cu_new = _offsets_of_new(k_new, options)
         cu_new = _offsets("cu_seqlens_new", cu_new, k_new, packed=k_new.dim() == 3)
         if cu_new is not None and cu_new.shape[0] != batch + 1:
             raise AttentionError("length of cu_seqlens_new", cu_new.shape[0], f"{batch + 1}, sequences + 1")

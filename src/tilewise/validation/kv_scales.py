@@ -40,7 +40,7 @@ def checked_scale(name: str, scale: Any, cache: Tensor, batch: int) -> Scale:
     if found is None:
         if scale is not None:
             expected = f"None: {cache_name} has {cache.dtype}, which needs no scale"
-            raise AttentionError(name, _described(scale), expected)
+            raise AttentionError(name, shown(scale), expected)
         return None
     if scale is None:
         if found.is_integer:
@@ -122,9 +122,6 @@ def checked_norm(norm: Any, k_new: Tensor) -> QkNorm | None:
     for name, number in (("eps", norm.eps), ("offset", norm.offset)):
         if not isinstance(number, (int, float)) or not isfinite(number) or (name == "eps" and number < 0):
             raise AttentionError(f"qk_norm {name}", shown(number), "a finite number" + (" >= 0" * (name == "eps")))
-    q_weight, k_weight = (x.detach().contiguous() for x in weights)
+    # detach() makes another tensor, with which the call has no signature
+    q_weight, k_weight = ((x.detach() if x.requires_grad else x).contiguous() for x in weights)
     return QkNorm(q_weight, k_weight, float(norm.eps), float(norm.offset))
-
-
-def _described(scale: Any) -> str:
-    return shown(scale)

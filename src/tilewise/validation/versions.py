@@ -16,7 +16,7 @@ def check_version(name: str, found: str, first: Version, last: Version) -> None:
     >>> check_version("vllm", "0.23.1rc1", (0, 23), (0, 32))
     """
     here = version(str(found), len(first))
-    if here and not first <= here <= last:  # one that says no number stands in for the library, where pages are made
+    if here and not first <= here <= last:  # () for a module without a version, such as the stubs of the docs
         one, other = (".".join(map(str, v)) for v in (first, last))
         known = one if first == last else f"{one} to {other}"
         warnings.warn(f"tilewise was tested with {name} {known}; this is {found}", stacklevel=3)

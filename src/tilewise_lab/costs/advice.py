@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tilewise.backends.common.tiles import padded
+from tilewise.request import padded
 from tilewise_lab.costs.cost import Call
 from tilewise_lab.costs.explanation import Advice, Explanation
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tilewise.backends.common import tiles
-from tilewise.backends.common.tiles import Tile, padded
+from tilewise.backends.common.tiles import Tile
 from tilewise.backends.hopper.support import (
     backward_tile,
     backward_widths,
@@ -15,9 +15,9 @@ from tilewise.backends.hopper.support import (
     widths,
     window_size,
 )
-from tilewise.backends.hopper.tiles import MAX_WHOLE_ROWS
+from tilewise.backends.hopper.tile_table import MAX_WHOLE_ROWS
 from tilewise.backends.registry import BACKENDS
-from tilewise.request import Gpu
+from tilewise.request import Gpu, padded
 from tilewise_lab.costs.cost import Call
 
 

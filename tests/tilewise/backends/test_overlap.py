@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton")
 
+import tilewise
 from tilewise.backends.common import launch
 from tilewise.request import Gpu
 
@@ -18,3 +21,9 @@ def test_on_gpus_that_can(gpu: Gpu, overlaps: bool, monkeypatch: pytest.MonkeyPa
     assert launch.can_overlap(gpu) is overlaps
     monkeypatch.setattr(launch, "OVERLAP", False)
     assert not launch.can_overlap(gpu)
+
+
+def test_one_switch_for_all_launches() -> None:
+    """`launch.pdl_option` alone sets the option, so that TILEWISE_NO_OVERLAP=1 reaches every launch."""
+    sources = Path(tilewise.__file__).parent.rglob("*.py")
+    assert [x.name for x in sources if '"launch_pdl":' in x.read_text()] == ["launch.py"]

@@ -118,6 +118,18 @@ def test_slots(backend: str) -> None:
     assert torch.equal(pool, other)
 
 
+def test_offsets_of_packed_queries_are_those_of_the_new_tokens(backend: str) -> None:
+    caches, new = torch.zeros(2, 2, 8, 1, 8), torch.randn(5, 1, 8)
+    cu, lengths = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
+    options: dict[str, Any] = {"q": torch.randn(5, 2, 8), "cu_seqlens_q": cu, "backend": backend}
+    append_kv(new, new, caches[0], caches[0].clone(), lengths, **options)
+    append_kv(new, new, caches[1], caches[1].clone(), lengths, cu_seqlens_new=cu, **options)
+    assert torch.equal(caches[0, 1, :3], new[2:])
+    assert torch.equal(*caches)
+    with pytest.raises(AttentionError, match="cu_seqlens_new: found None, for packed k_new"):
+        append_kv(new, new, caches[0], caches[0].clone(), lengths)
+
+
 def test_what_has_no_place_is_not_written(backend: str) -> None:
     """Past the end of a dense row, or of the table; and tokens of a packed buffer that belong to nobody."""
     cache, new = torch.zeros(2, 4, 1, 8), torch.ones(2, 3, 1, 8)

@@ -24,6 +24,7 @@ from tilewise import kv_cache, plan_cache
 from tilewise.backends.common.kv import KvKernels
 from tilewise.kv_cache import Prepared
 from tilewise.plan_cache import PlanCache, plans
+from tilewise.validation import dense
 from tilewise.validation import kv as checks
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors are taken for those of a GPU")
@@ -106,6 +107,18 @@ def test_a_known_append_uses_its_own_tensors(made: Counter[str]) -> None:
         for a, b in zip(*written[-2:], strict=True):
             assert_close(a, b)
     assert made == {"append": 3}  # one for each signature
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_append_with_norms_has_a_signature(requires_grad: bool, made: Counter[str], kept: PlanCache) -> None:
+    """Parameters are detached, which makes other tensors: their calls have plans by the layouts of the request."""
+    norm = tilewise.QkNorm(*torch.rand(2, 16, requires_grad=requires_grad))
+    lengths, new = torch.tensor([3, 0], dtype=torch.int32), torch.randn(2, 2, 1, 16)
+    for _ in range(2):
+        k, v = torch.zeros(2, 2, 8, 1, 16)
+        tilewise.append_kv(new, new, k, v, lengths, q=new, qk_norm=norm, backend="triton")
+    assert made == {"append": 1}
+    assert any(isinstance(x, Prepared) for x in kept.values()) is not requires_grad
 
 
 def test_plans_of_steps_share_memory(made: Counter[str]) -> None:
@@ -334,7 +347,7 @@ def test_a_dispatch_mode_sees_the_ops_of_a_known_call() -> None:
 
 def test_calls_on_a_cpu_and_with_tilewise_check_have_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(kv_cache, "CHECK_CONTENTS", True)
+        patch.setattr(dense, "CHECK_CONTENTS", True)
         assert signature() is None
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: False))
     assert signature() is None
@@ -379,7 +392,7 @@ def test_a_tree_is_packed_for_every_call(kept: PlanCache) -> None:
 
 
 def test_a_full_cache_starts_again(kept: PlanCache, made: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
     new, lengths = torch.ones(1, 1, 1, 16).half(), torch.zeros(1, dtype=torch.int32)
     for n in range(1, 9):
         k, v = torch.zeros(2, 1, n, 1, 16).half()
@@ -426,7 +439,7 @@ def test_ops_share_plans(made: Counter[str]) -> None:
 
 def test_threads_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one launch at a time, so the reference computes here."""
-    monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
     failures: list[BaseException] = []
 
     def work(seed: int) -> None:

@@ -122,9 +122,9 @@ def test_a_tree_that_hides_the_own_key_of_a_query(dim: int, cache: torch.dtype) 
 
 
 def test_check_of_append_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise import kv_cache
+    from tilewise.validation import dense
 
-    monkeypatch.setattr(kv_cache, "CHECK_CONTENTS", True)
+    monkeypatch.setattr(dense, "CHECK_CONTENTS", True)
     new, scale = torch.ones(2, 1, 1, 8), torch.ones(2, 4, 1)
 
     def call(lengths: Tensor = ints(1, 1), dtype: torch.dtype = torch.float32, **options: Any) -> None:  # noqa: B008
@@ -150,7 +150,7 @@ def test_check_of_append_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_check_of_rotary_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise import kv_cache
+    from tilewise.validation import dense
 
     tables = torch.ones(4, 4), torch.zeros(4, 4)
     q, cache = torch.randn(1, 1, 1, 8), torch.zeros(1, 16, 1, 8)
@@ -168,7 +168,7 @@ def test_check_of_rotary_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(AttentionError, match=match):
             check(length, **options)  # type: ignore[arg-type]
-    monkeypatch.setattr(kv_cache, "CHECK_CONTENTS", True)
+    monkeypatch.setattr(dense, "CHECK_CONTENTS", True)
     with pytest.raises(AttentionError, match="rotary position of new token 0 of sequence 0: found 9"):
         append_kv(q, q, cache, cache.clone(), ints(9), rotary=Rotary(*tables))
 

@@ -14,6 +14,7 @@ from tests.kv_cases import KvCase, inputs
 from tilewise.backends.registry import choose
 from tilewise.options import kv_options
 from tilewise.request import Gpu
+from tilewise.validation import dense
 from tilewise.validation import kv as checks
 
 I32 = torch.int32
@@ -347,12 +348,10 @@ def test_a_plan_of_other_offsets(what: str) -> None:
 
 @pytest.mark.usefixtures("triton_runs")
 def test_every_call_checks_its_plan_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise import kv_cache
-
     x = inputs(KvCase((20, 3), dim=16))
     words = x.options | {"backend": "triton"}
     plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **words)
-    monkeypatch.setattr(kv_cache, "CHECK_CONTENTS", True)
+    monkeypatch.setattr(dense, "CHECK_CONTENTS", True)
     tilewise.attention_kv(x.q, x.k, x.v, x.lengths, plan=plan, **words)
     with pytest.raises(tilewise.AttentionError, match="plan, made for sequence 0"):
         tilewise.attention_kv(x.q, x.k, x.v, x.lengths - 1, plan=plan, **words)
@@ -375,3 +374,5 @@ def test_who_serves_a_cache(gpu: Gpu) -> None:
     packed = {"cu_seqlens_q": torch.tensor([0, 299, 300]).int()}
     assert chosen(many[0], **packed, max_seqlen_q=299) == hopper  # and the portable kernels for the other one
     assert chosen(many[0], **packed, max_seqlen_q=30) == "triton"
+    # a table of tokens, which the kernels read for MLA alone
+    assert chosen(many, token_table=torch.zeros(2, 32, dtype=torch.int32)) == "reference"

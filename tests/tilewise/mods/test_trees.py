@@ -104,6 +104,23 @@ def test_on_the_kernels(backend: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_on_a_cache(backend: str) -> None:
+    """The positions of the mod are those of the tokens, whatever the number of pages."""
+    tree = torch.tensor([-1, 0, 0]), torch.tensor([0, 20, 24, 31])
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(31, h, 16) for h in (4, 2, 2))
+    mod, cu = mods.prefix_tree(*tree), torch.tensor([0, 31], dtype=torch.int32)
+    expected = tilewise.attention_varlen(q, k, v, cu, cu, causal=True, mask_mod=mod)
+    pages = [torch.zeros(6, 8, 2, 16) for _ in "kv"]
+    for page, x in zip(pages, (k, v), strict=True):
+        page.view(48, 2, 16)[8:39] = x
+    table, length = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32), cu[1:]
+    options = {"page_table": table, "mask_mod": mod, "backend": backend}
+    out = tilewise.attention_kv(q, *pages, length, cu_seqlens_q=cu, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(tilewise.attention_kv(q[None], *pages, length, **options)[0], expected)  # type: ignore[arg-type]
+
+
 def test_tiles_of_a_prompt_and_its_continuations() -> None:
     """Full where a continuation sees the prompt, empty between continuations."""
     parents, ends = torch.tensor([-1, 0, 0]), torch.tensor([0, 256, 384, 512])

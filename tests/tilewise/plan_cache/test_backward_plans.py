@@ -147,7 +147,7 @@ def test_a_tensor_of_a_mask_has_no_gradient(learned: bool, stub: StubBackend) ->
 def test_runners_of_a_backward_are_bounded(
     third: ThirdBackend, kept: PlanCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_cache, "MOST_LAYOUTS", 4)
+    monkeypatch.setattr(plan_cache, "MAX_LAYOUTS", 4)
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
     for n in range(10):
         dout = torch.randn(1, 6, 2, 8 + 8 * n)[..., :8]

@@ -20,6 +20,7 @@ from tests.tilewise.plan_cache.third_backend import ThirdBackend
 from tilewise import AttentionError, api, plan_cache
 from tilewise.plan_cache import CallPlan, PlanCache
 from tilewise.request import Request
+from tilewise.validation import dense
 
 
 def call_plans(kept: PlanCache) -> int:
@@ -45,7 +46,7 @@ def test_a_known_call_is_not_checked_again_and_its_tensors_are_its_own(
         for _ in range(2)
     ]
     tilewise.attention(*calls[0][0], **calls[0][1])
-    monkeypatch.setattr(api.validation, "checked_request", None)
+    monkeypatch.setattr(dense, "checked_request", None)
     tilewise.attention(*calls[1][0], **calls[1][1])
     for given, (tensors, options) in zip(stub.given, calls, strict=True):
         expected = [*tensors, None, options["sinks"], *options["score_mod"].tensors]
@@ -85,7 +86,7 @@ def test_terms_of_a_known_call_are_its_own(
     longest = {"max_seqlen_q": 128, "max_seqlen_k": 128} if packed else {}
     for n, (tensors, cu, options) in enumerate(calls):
         if n:
-            monkeypatch.setattr(api.validation, "checked_request", None)
+            monkeypatch.setattr(dense, "checked_request", None)
         (tilewise.attention_varlen if packed else tilewise.attention)(*tensors, *cu, **longest, **options)
         spec = stub.requests[0].spec
         request = Request.of(spec, stub.given[-1])
@@ -208,7 +209,7 @@ def test_a_call_of_unknown_types_or_under_tilewise_check_has_the_runner_of_an_eq
     for _ in range(2):
         tilewise.attention(Q, Q, Q, window=[2, 0])
     assert len(stub.requests) == 1
-    monkeypatch.setattr(api.validation, "CHECK_CONTENTS", True)
+    monkeypatch.setattr(dense, "CHECK_CONTENTS", True)
     for _ in range(2):
         tilewise.attention(Q, Q, Q, window=(2, 0))
         tilewise.attention(Q, Q, Q, window=(3, 0))
@@ -279,7 +280,7 @@ def test_runners_of_the_backends_keep_no_tensor(backend: str, kept: PlanCache, t
 
 
 def test_a_full_cache_starts_again(stub: StubBackend, kept: PlanCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "MOST_PLANS", 8)
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 8)
     for n in range(1, 21):
         x = Q[:, :n]
         for _ in range(2):

@@ -17,6 +17,21 @@ from tilewise import AttentionError, plan_cache
 from tilewise.plan_cache import PlanCache
 from tilewise.request import Request, Spec, arguments
 
+
+def test_nested_tensors_have_plans(kept: PlanCache) -> None:
+    """Calls with and without gradients; the second of each runs by the plan of the first."""
+    parts = [torch.randn(n, 2, 8) for n in (3, 5)]
+    for requires_grad in (False, True):
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged).detach().requires_grad_(requires_grad)
+        tilewise.attention(x, x, x, backend="reference")
+        plans = len(kept)
+        out = tilewise.attention(x, x, x, backend="reference")
+        assert len(kept) == plans > 0
+        assert out.requires_grad is requires_grad
+        for found, part in zip(out.detach().unbind(), parts, strict=True):
+            assert_close(found, tilewise.attention(*[part[None]] * 3)[0])
+
+
 # The registered ops
 
 
@@ -67,7 +82,7 @@ def test_other_scalars_of_an_op_are_another_call(
 
 def test_threads_share_the_cache(third: ThirdBackend, kept: PlanCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets the results of its own tensors, while the cache fills up and starts again."""
-    monkeypatch.setattr(plan_cache, "MOST_PLANS", 4)
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 4)
     failures: list[BaseException] = []
     start = threading.Barrier(4)
 

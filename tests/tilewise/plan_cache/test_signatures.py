@@ -12,8 +12,8 @@ from torch import Tensor
 import tilewise
 from tests.tilewise.plan_cache.cases import before, ends, fp32_precision, scaled, shifted
 from tests.tilewise.plan_cache.conftest import signature_of_call
-from tilewise import api
 from tilewise.plan_cache import PlanCache, positions, signature
+from tilewise.validation import dense
 
 
 def signature_of(*, causal: Any = True, window: Any = (2, 0), **more: Any) -> tuple[Any, ...] | None:
@@ -178,5 +178,5 @@ def test_tensors_that_left_their_transform_have_no_signature(kept: PlanCache) ->
 
 @pytest.mark.usefixtures("spied")
 def test_every_call_is_checked_with_tilewise_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.validation, "CHECK_CONTENTS", True)
+    monkeypatch.setattr(dense, "CHECK_CONTENTS", True)
     assert signature_of() is None

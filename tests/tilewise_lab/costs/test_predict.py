@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle import seen
-from tilewise.backends.common.tiles import Tile, padded
-from tilewise.request import BackwardInputs, Gpu, Request, Spec
+from tilewise.backends.common.tiles import Tile
+from tilewise.request import BackwardInputs, Gpu, Request, Spec, padded
 from tilewise_lab.costs.cost import Call
 from tilewise_lab.costs.devices import device
 from tilewise_lab.costs.predict import MODEL, Kernel, plan, predict, rereads, span, work_of

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...request import padded
 from .device.structs import ANY_SIZE
-from .kernel_call import padded, view
+from .kernel_call import view
 from .launch import INTERPRETED, Launch
 
 MOST_BLOCKS = 4096

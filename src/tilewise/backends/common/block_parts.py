@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...request import padded
 from .device.softmax import logsumexp, softmax_step
 from .device.structs import ANY_SIZE, LOG2E
-from .kernel_call import padded, view
+from .kernel_call import view
 from .launch import INTERPRETED, Launch
 
 FORWARD_TILE, BACKWARD_TILE = (64, 4, 3), (64, 4, 2)  # rows, warps, stages

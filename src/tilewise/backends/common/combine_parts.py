@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...request import padded
 from .device.structs import ANY_SIZE, LOG2E
-from .kernel_call import padded
 from .launch import INTERPRETED, Launch
 
 LN2 = tl.constexpr(0.6931471805599453)

@@ -5,15 +5,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...request import Gpu, Request
+from ...request import Gpu, Request, padded
 from .device.fp8 import Fp8Scales
 from .device.structs import PAD
 from .fp8_format import KEY_BLOCK, MEAN_KEYS, is_smoothed
 from .fp8_quantise import Fp8Config, Fp8Tensors, mean_keys_kernel, quantise_kernel
-from .kernel_call import call_shape, padded, view
+from .kernel_call import call_shape, view
 from .launch import INTERPRETED, Launch, Memory, can_overlap, pdl_option
 
-E4M3_CAPABILITY = 89  # from which on PTX converts to e4m3
 PASS: dict[str, Any] = {"num_warps": 8} | ({} if INTERPRETED else {"maxnreg": 128})  # two programs on an SM
 BLOCK = PAD.value
 assert BLOCK == KEY_BLOCK
@@ -51,7 +50,7 @@ def quantise(request: Request, gpu: Gpu, memory: Memory, least_dim: int, ordered
     tensors = Fp8Tensors(view(request.q), view(request.k), view(request.v), q8, k8, v8, scales, means)
     overlap = can_overlap(gpu)
     group = size.heads // size.kv_heads
-    packed = gpu.kind == "cuda" and gpu.capability >= E4M3_CAPABILITY and not INTERPRETED
+    packed = gpu.has_e4m3 and not INTERPRETED
     config = Fp8Config(group, size.d, size.dv, d, dv, MEAN_KEYS, ordered, overlap, packed)
     options = {"CONFIG": config, **pdl_option(overlap)}
     k_total = size.programs(size.n_k, size.kv_heads, BLOCK)

@@ -54,7 +54,7 @@ _captured: dict[int, Iterator[int]] = {}  # device -> addresses of counters that
 
 
 class CallShape(NamedTuple):
-    """The shapes of one call. Packed sequences count as one batch row of `tokens`, tiled together."""
+    """The shapes of one call. Packed sequences are tiled together: n_q and n_k are the tokens of all."""
 
     batch: int
     n_q: int
@@ -112,11 +112,6 @@ def view(x: Tensor) -> View:
     is_large = (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31
     remainders = {stride % 16 for stride in strides[:3]}
     return View(x, (*strides, 1 if is_large else None, 1 if not is_large and remainders in ({8}, {0, 8}) else None))
-
-
-def padded(d: int, least: int = 16) -> int:
-    """The power of two in which a head dim is computed."""
-    return max(least, int(triton.next_power_of_2(d)))
 
 
 def new_results(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...request import Gpu, Request
+from ...request import Gpu, Request, padded
 from . import tiles
 from .device.structs import KernelConfig
-from .kernel_call import CallShape, call_shape, padded
+from .kernel_call import CallShape, call_shape
 from .launch import INTERPRETED
 from .repair import LINE
-from .score_terms import is_linear, lists_tiles
+from .score_terms import lists_tiles
 from .tiles import Tile
 
 SMALLEST = 16  # the fewest rows of a tile
@@ -52,7 +52,7 @@ def launch_options(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[
         "DV": size.dv,
         "BLOCK_D": padded(size.d),
         "BLOCK_DV": padded(size.dv),
-        "FOLD": is_linear(request),
+        "FOLD": request.spec.is_linear(request.bias is not None),
         "PRECISION": precision(request.q, gpu),
         "PACKED": size.packed,
         **tile.options(),

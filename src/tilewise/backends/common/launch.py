@@ -31,8 +31,8 @@ except ImportError:  # torch for CPU or AMD
     driver = None
 
 INTERPRETED = triton.knobs.runtime.interpret
-# Whether kernels may start before the previous one has ended (pdl.py). TILEWISE_NO_OVERLAP=1 tells a race of launches
-# from other faults.
+# Whether kernels may start before the previous one has ended (pdl.py). TILEWISE_NO_OVERLAP=1 disables
+# this, to find out whether a fault is a race between launches.
 OVERLAP = not INTERPRETED and os.environ.get("TILEWISE_NO_OVERLAP", "0") in ("", "0")
 INTERPRETED_PROCESSORS = 16
 OFFLINE_PROCESSORS = 132  # of an H100 and an H200

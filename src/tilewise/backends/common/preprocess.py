@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...request import BackwardInputs, Request
+from ...request import BackwardInputs, Request, padded
 from .device.gradients import BackwardTensors
 from .device.structs import ANY_SIZE, LOG2E, PAD, Grid, Rows, Sequences, View
 from .device.tile_io import load_rows, row_pointers, statistic_pointers
 from .device.tile_range import locate
-from .kernel_call import call_shape, padded, view
+from .kernel_call import call_shape, view
 from .launch import Launch, Memory
 from .pdl import gdc_launch_dependents
 from .score_terms import has_large_scores

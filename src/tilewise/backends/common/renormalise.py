@@ -19,12 +19,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...request import BackwardInputs, Gpu, Request
+from ...request import BackwardInputs, Gpu, Request, padded
 from .device.attend import stream_keys
 from .device.structs import ANY_SIZE, Grid, Rows, ScoreParams, Sequences, View
 from .device.tile_io import load_rows, row_pointers, store_rows
 from .device.tile_range import locate
-from .kernel_call import call_shape, padded, sequences_and_window, view
+from .kernel_call import call_shape, sequences_and_window, view
 from .kernel_config import launch_options
 from .launch import INTERPRETED, Launch, Memory
 from .score_terms import device_terms, has_large_scores, mask_mod, score_mod

@@ -91,7 +91,7 @@ def folded(request: Request, gpu: Gpu, derivative: bool) -> tuple[dict[str, Any]
         if scale > 0 and isfinite(scale) and isfinite(gradient_scale):
             return {"SCORE_MOD": function, "FOLD": True}, scale, gradient_scale
     plain = score_mod_with_derivative(request, gpu) if derivative else score_mod(request, gpu)
-    return {"SCORE_MOD": plain, "FOLD": is_linear(request)}, spec.scale, spec.scale
+    return {"SCORE_MOD": plain, "FOLD": spec.is_linear(request.bias is not None)}, spec.scale, spec.scale
 
 
 def is_bounded(request: Request, scale: float) -> bool:
@@ -113,11 +113,6 @@ def has_large_scores(request: Request) -> bool:
     return request.bias is not None or (
         spec.score_mod is not None and mods.has_large_scores(spec.score_mod, spec.score_numbers)
     )
-
-
-def is_linear(request: Request) -> bool:
-    """Whether the score is q.k times a positive factor."""
-    return request.spec.scale > 0 and request.spec.score_mod is None and request.bias is None
 
 
 def lacks_jvp(request: Request) -> str | None:

@@ -1,7 +1,7 @@
 """Gradients of what enters a score: biases, and the tensors that a score mod reads.
 
 The gradient g of a score (or g times the mod's derivative by what it read at one site) is computed once more, tile by
-tile, and summed by whoever owns the sum, in one fixed order and without atomics:
+tile, and summed by the program that stores the sum, in one fixed order and without atomics:
 
     line_sums_kernel    over the keys of each query, or over the queries of each key
     tile_sums_kernel    over batch rows and heads, each program owning one tile of (i, j)

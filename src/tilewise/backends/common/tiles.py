@@ -272,11 +272,6 @@ def chip(arch: Arch) -> Chip:
     return CHIPS.get(arch) or (CHIPS[86] if isinstance(arch, int) else CHIPS["gfx942"])
 
 
-def padded(d: int) -> int:
-    """The power of two, at least 16, in which a head dim is computed."""
-    return max(16, 1 << (d - 1).bit_length())
-
-
 def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, *terms: str | None) -> Tile:
     """The tile of a pass ("forward", "query", "key", "sums", "jvp", "hvp query", "hvp key") on sm_<arch>, or on an AMD
     GPU by its name; if terms ("groups", "bias", "blocks") have rows of their own, the row of the last such term.

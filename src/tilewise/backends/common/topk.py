@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...request import Gpu
+from ...request import Gpu, padded
 from .device.softmax import logsumexp, softmax_step
 from .device.structs import ANY_SIZE, LOG2E
-from .kernel_call import padded, view
+from .kernel_call import view
 from .kernel_config import precision
 from .launch import INTERPRETED, Launch
 

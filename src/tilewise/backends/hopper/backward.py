@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from ..common.device.score import times_derivative
 from ..common.device.tile_range import block_at
-from .backward_passes import attend_keys, attend_values
-from .backward_tiles import (
+from .backward_common import (
     Inputs,
     KeyRows,
     KvTile,
@@ -40,6 +39,7 @@ from .backward_tiles import (
     produce,
     query_range,
 )
+from .backward_passes import attend_keys, attend_values
 from .backward_wide import specialize_warps_wide
 from .column_parts import (
     acc_layout,

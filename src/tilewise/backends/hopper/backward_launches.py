@@ -6,20 +6,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...request import LIMIT, BackwardInputs, Request
+from ...request import LIMIT, BackwardInputs, Request, padded
 from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, Blocks, KernelConfig, View
-from ..common.kernel_call import CallShape, call_shape, padded, view
-from ..common.launch import OVERLAP, Launch, Memory, Target, in_order, named
+from ..common.kernel_call import CallShape, call_shape, view
+from ..common.launch import OVERLAP, Launch, Memory, Target, in_order, named, pdl_option
 from ..common.renormalise import renormalised
 from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
 from .backward import backward_kernel
+from .backward_common import BackwardConfig
 from .backward_rows import COLUMNS, OTHER, OWN, RowsConfig, backward_rows_kernel
 from .backward_schedule import Split, Widths, choose_split, column_widths, padded_widths, tile_schedule
-from .backward_tiles import BackwardConfig
 from .gluon_compat import TensorDescriptor, gl
-from .launches import descriptor, output, part_descriptors
+from .launches import descriptor, global_tensor, part_descriptors
 from .mask_words import new_words, with_words, without_mask_mod, words_launches
 from .postprocess import PostprocessConfig, PostprocessTensors, postprocess_kernel
 from .preprocess import PreprocessConfig, PreprocessTensors, preprocess_kernel
@@ -47,7 +47,7 @@ class Workspace(NamedTuple):
     split: Split | None
     dk_parts: Tensor | None
     dv_parts: Tensor | None
-    dq_lines: Tensor | None = None  # see `backward_tiles.Outputs`; dq_acc is then a result, and is not zeroed here
+    dq_lines: Tensor | None = None  # see `backward_common.Outputs`; dq_acc is then a result, and is not zeroed here
 
     @property
     def padded_tokens(self) -> int:
@@ -146,7 +146,7 @@ def preprocess_launch(call: BackwardCall) -> Launch:
     natural = has_large_scores(call.request)
     config = PreprocessConfig(size.dv, PREPROCESS_ROWS, d, sum(d), block_dv, natural, OVERLAP)
     args = tensors, *call.lengths, tiles, size.heads, size.batch
-    options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4, "launch_pdl": OVERLAP}
+    options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4, **pdl_option(OVERLAP)}
     programs = size.programs(size.n_q, size.heads, PAD.value) * (PAD.value // PREPROCESS_ROWS)
     return Launch(preprocess_kernel, programs, args, options)
 
@@ -271,7 +271,7 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
     )
     mod = mask_mod(request) if mask_words is None else None
     options = {"MASK_MOD": mod, "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
-    options |= {"num_warps": 4, "launch_pdl": OVERLAP}
+    options |= {"num_warps": 4, **pdl_option(OVERLAP)}
     return Launch(backward_kernel, min(num_tiles, num_sms), args, options)
 
 
@@ -293,7 +293,7 @@ def rows_launches(call: BackwardCall, score_scale: float, scale: float) -> list[
         args = (
             *(descriptor(x, OWN.value, columns) for x in own),
             *(descriptor(x, OTHER.value, columns) for x in other),
-            *(output(out), space.lse2, space.delta, call.flag, *(call.lengths[i] for i in sides)),
+            *(global_tensor(out), space.lse2, space.delta, call.flag, *(call.lengths[i] for i in sides)),
             *((spec.after, spec.before) if by_key else (spec.before, spec.after)),
             *(score_scale * LOG2E.value, factor, space.padded_tokens, *size.grid(rows, heads, OWN.value)),
         )
@@ -330,7 +330,7 @@ def postprocess_launch(call: BackwardCall, scale: float) -> Launch:
     # 128 KB of sums in flight on an SM, with as few registers as without the repair: only that spills
     warps = 4 if widest <= 128 and not parts else 8
     registers = 64 if widest <= 16 * warps else 128 if widest <= 256 else 255
-    options |= {"num_warps": warps, "launch_pdl": OVERLAP, "maxnreg": registers}
+    options |= {"num_warps": warps, "maxnreg": registers, **pdl_option(OVERLAP)}
     return Launch(postprocess_kernel, q_total + (k_total if parts else 0), args, options)
 
 

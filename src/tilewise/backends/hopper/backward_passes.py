@@ -10,7 +10,7 @@ so dQ is added to global memory half as often as with tiles of 64 keys (`backwar
 """
 
 from ..common.device.tile_range import block_at
-from .backward_tiles import QueryBlock, is_edge, log2_p, next_block, num_blocks
+from .backward_common import QueryBlock, is_edge, log2_p, next_block, num_blocks
 from .column_parts import acc_layout, issue_abt, issue_parts, operands, parts_at, wait_parts
 from .dq_accumulation import DS_READ, DS_STORED, add_dq, issue_dq
 from .gluon_compat import (

@@ -12,11 +12,11 @@ from itertools import repeat
 from math import ceil, log2
 from typing import NamedTuple
 
-from ...request import LIMIT, Request, Spec
-from ..common.kernel_call import CallShape, call_shape, padded
+from ...request import LIMIT, Request, Spec, padded
+from ..common.kernel_call import CallShape, call_shape
 from .mask_words import uses_words_by_key, without_mask_mod
 from .support import RowGroups, backward_tile, backward_widths, is_uneven, row_groups, rows_together
-from .tiles import BackwardTile
+from .tile_table import BackwardTile
 
 # Of Q, dO and dQ of one query head of each row that are scheduled together. Of the best peer, causal, with 16 and with
 # 64 MB: D 128 32 x 512 1.04 0.88, 32 x 1024 1.02 0.91, 4 x 4096 1.09 1.03; 192 by 128 32 x 512 0.99 0.76.

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ..common.device.score import times_derivative
 from ..common.device.tile_range import block_at, clamp
-from .backward_tiles import (
+from .backward_common import (
     BLOCK_M,
     KeyRows,
     KvTile,

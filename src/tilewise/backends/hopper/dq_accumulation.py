@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..common.device.tile_range import block_at
-from .backward_tiles import BLOCK_M, next_block, num_blocks, query_range
+from .backward_common import BLOCK_M, next_block, num_blocks, query_range
 from .column_parts import acc_layout, tile_at, total, zero_part
 from .gluon_compat import (
     bar_arrive,

@@ -19,7 +19,7 @@ from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import Work
 from .dropout import query_words
 from .forward_repair import Repair, flag_pointer, record_tile, repair_tiles
-from .forward_tiles import (
+from .forward_softmax import (
     ROWS,
     Inputs,
     acc_layout,
@@ -266,8 +266,8 @@ def attend_tile(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.c
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, is_varlen(params.cu_q, params.cache.lengths))
     flags = outputs.repair.pointers.flags
     flag = None if flags is None else flag_pointer(flags, WG, CONFIG)
-    tile = (w, first, (WG - SLOT) * CONFIG.BLOCK_DV)
-    epilogue((acc, m_i, l_i, v_factor), tile, shared.o.index(WG), flag, outputs, params, CONFIG)
+    out_tile = (w, first, (WG - SLOT) * CONFIG.BLOCK_DV)
+    epilogue((acc, m_i, l_i, v_factor), out_tile, shared.o.index(WG), flag, outputs, params, CONFIG)
     return n
 
 
@@ -320,6 +320,7 @@ def produce(shared, inputs, params, scheduler, tiles, CONFIG: gl.constexpr):
             t += 1
         else:
             tile_id = next_tile_id(scheduler)
+    # first = -1 ends the loops of the consumers; the id is that of this program's last tile, where repair_tiles starts
     write_tile_info(shared.tile_info, t, Work(last_id, 0, -1, 0, 0, 0, 0, 0), VARLEN)
 
 
@@ -329,7 +330,8 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
 
     The first function runs on the 4 warps of the launch. The two lists have the warps, and the registers of a thread,
     of each of the other functions: 240 for the second of two consumers, 160 for those of three, 24 for the producer. If
-    the producer loads page numbers, it has more and the consumers less. The first function gets what is left."""
+    the producer loads page numbers, it has more (kv_launches.prefill_launch limits PAGE_PREFETCH to what fits), and the
+    consumers less. The first function gets what is left."""
     WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
     SLOTS: gl.constexpr = CONFIG.BLOCK_M // ROWS
     q_pipeline = make_pipeline(inputs.q, SLOTS * CONFIG.Q_STAGES, WARPGROUPS // SLOTS)

@@ -18,7 +18,7 @@ from ..common.device.softmax import exponent, log2_scale, rescale_exponent, row_
 from ..common.device.structs import LOG2E, Pairs, Work
 from ..common.device.tile_io import row_pointers
 from .dropout import kept_weights, query_words
-from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
+from .forward_softmax import ROWS, acc_layout, broadcast_rows, mask_scores
 from .gluon_compat import barrier, column_indices, gl, gluon, opaque, program_id_here, tma, tma_stores_done
 from .mask_words import load_key_block, part_of
 from .pipeline import TileScheduler, block_range, find_block, tile_work

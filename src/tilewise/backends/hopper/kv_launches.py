@@ -10,7 +10,7 @@ from ...kv_request import MIN_PREFILL_QUERIES, KvCall, KvRequest, PlannedTile
 from ..common.kernel_call import CallShape
 from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
-from .forward_tiles import ROWS
+from .forward_softmax import ROWS
 from .launches import Operands, State, column_descriptors, forward_config, forward_launch, new_state
 from .mla_launches import hopper_mla_launches, page_stride
 from .pipeline import KvCache
@@ -78,7 +78,8 @@ def prefill_launch(
     config = forward_config(size, max_length if table is None else None, spec, False)
     box = config.BLOCK_N if table is None else math.gcd(k.shape[1], config.BLOCK_N)
     boxes = config.BLOCK_N // box
-    most = 4 if config.WARPGROUPS == 3 else 8 if config.BLOCK_DV <= 128 else 1  # as the producer has registers
+    # the most page numbers that fit into the producer's registers (forward.specialize_warps)
+    most = 4 if config.WARPGROUPS == 3 else 8 if config.BLOCK_DV <= 128 else 1
     config = config._replace(
         PAGE_SIZE=None if table is None else k.shape[1],
         PAGE_BOXES=boxes,
@@ -91,6 +92,6 @@ def prefill_launch(
         *(0 if table is None else table.stride(0), k.shape[0], page_stride(k), page_stride(v)),
     )
     kv = *column_descriptors(k, box, is_cache=True), *column_descriptors(v, box, is_cache=True)
-    varlen = dense._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
+    varlen = dense._replace(cu_k=cu_q)  # for the kernel's signature: the cache tells where the keys are
     operands = Operands((*column_descriptors(q, ROWS.value), *kv))
     return forward_launch(varlen, operands, (out, lse, max_logit), state, num_sms, size, config, cache)

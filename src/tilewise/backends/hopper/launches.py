@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...request import LIMIT, Request, Spec
+from ...request import LIMIT, Request, Spec, padded
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.fp8 import Fp8Scales
 from ..common.device.structs import Terms
 from ..common.fp8_format import KEY_BLOCK
-from ..common.kernel_call import CallShape, by_group, call_shape, new_max_logit, new_results, padded, view
+from ..common.kernel_call import CallShape, by_group, call_shape, new_max_logit, new_results, view
 from ..common.launch import COUNTERS, OVERLAP, Build, Built, Launch, Memory, Target, in_order, named, pdl_option
 from ..common.score_terms import device_terms, mask_mod, score_mod
 from .forward import forward_kernel
 from .forward_repair import RepairPointers
-from .forward_tiles import ROWS, ForwardConfig
+from .forward_softmax import ROWS, ForwardConfig
 from .gluon_compat import TensorDescriptor, gl
 from .mask_words import new_words, with_words, words_launches
 from .pipeline import CachePointers, KvCache
 from .support import GPU, forward_tile, is_uneven, rows_together, widths, window_size
-from .tiles import FP8_FORWARD, MAX_WHOLE_ROWS
+from .tile_table import FP8_FORWARD, MAX_WHOLE_ROWS
 from .token_rows import TMA_EXTENT, GlobalTensor
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
@@ -166,9 +166,10 @@ def forward_launch(
     out, lse, max_logit = results
     repair = RepairPointers()
     if request.is_masked and cache.lengths is None:
-        assert state.tiles is not None, "the state of a call with a KV cache"
-        # in fp8 the descriptors, which have the strides otherwise, are those of the quantised operands
-        inputs = [output(x) if config.FP8 else x for x in (q, request.k, request.v)]
+        assert state.tiles is not None, "a call that may need the repair has State.tiles"
+        # The repair reads q, k and v. It has their strides from the TMA descriptors, which with fp8 are those of the
+        # quantised operands.
+        inputs = [global_tensor(x) if config.FP8 else x for x in (q, request.k, request.v)]
         repair = RepairPointers(inputs[0], inputs[1], inputs[2], out, state.flags, state.tiles)
     block_m = config.BLOCK_M
     tiles_per_row = size.tiles(size.n_q, block_m)
@@ -223,7 +224,7 @@ def keys_in_use(request: Request, size: CallShape) -> int:
     """The keys of a (batch, head) row that tiles computed at the same time share: all, or with a block mask twice those
     of the mean tile, as many as in a causal call of that mean."""
     if not request.blocks:
-        return size.n_k
+        return max(1, size.n_k)
     offsets, entries, *_ = request.blocks
     mean = entries.shape[0] * request.spec.mask_block[1] // (offsets.shape[0] - 1)
     return max(1, min(2 * mean, size.n_k))
@@ -240,7 +241,7 @@ def fp8_config(size: CallShape, spec: Spec, has_bias: bool) -> ForwardConfig:
         GROUP=size.heads // size.kv_heads,
         WARPGROUPS=tile.warpgroups,
         STAGES=tile.stages,
-        FOLD_SCALE=spec.scale > 0 and spec.score_mod is None and not has_bias,
+        FOLD_SCALE=spec.is_linear(has_bias),
         O_STORES=tile.o_stores,
         PING_PONG=tile.ping_pong,
         LAZY_RESCALE=False,
@@ -272,7 +273,7 @@ def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool
         GROUP=size.heads // size.kv_heads,
         WARPGROUPS=tile.warpgroups,
         STAGES=tile.stages,
-        FOLD_SCALE=spec.scale > 0 and not has_score_terms,
+        FOLD_SCALE=spec.is_linear(has_bias),
         O_STORES=tile.o_stores,
         PING_PONG=tile.ping_pong,
         LAZY_RESCALE=tile.lazy_rescale,
@@ -347,10 +348,10 @@ def packed_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 def float32_output(x: Tensor, spec: Spec) -> GlobalTensor:
     """Where the kernel stores float32 results; absent unless the call is partial."""
-    return output(x) if spec.partial else GlobalTensor()
+    return global_tensor(x) if spec.partial else GlobalTensor()
 
 
-def output(x: Tensor) -> GlobalTensor:
+def global_tensor(x: Tensor) -> GlobalTensor:
     return GlobalTensor(x, view(x).strides[:3], x.shape[-1])
 
 

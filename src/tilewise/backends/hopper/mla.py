@@ -33,7 +33,7 @@ from ..common.kv.combine import (
     tile_rows,
 )
 from ..common.kv.schedule import RUNTIME_SIZES
-from .forward_tiles import finite_max, rescale_part, row_max
+from .forward_softmax import finite_max, rescale_part, row_max
 from .gluon_compat import (
     arrive,
     barrier,

@@ -13,7 +13,7 @@ from ..common.device.structs import View
 from ..common.kernel_call import view
 from ..common.kv.launches import buffers_of, checked_partition, combine_launch
 from ..common.kv.mla_launches import cache_views, mla_launch, repair_launch
-from ..common.launch import Launch, Target
+from ..common.launch import OVERLAP, Launch, Target, pdl_option
 from ..common.score_terms import device_terms
 from .launches import packed_descriptor
 from .mla import HopperLatentConfig, hopper_mla_kernel
@@ -59,7 +59,7 @@ def hopper_mla_launches(call: KvCall, target: Target) -> list[Launch]:
         *(0 if places.table is None else places.table.stride(0), k.shape[0], page_stride(k), places.batch),
         terms.sinks,
     )
-    options = {"CONFIG": config, "num_warps": 4, "launch_pdl": True}
+    options = {"CONFIG": config, "num_warps": 4, **pdl_option(OVERLAP)}
     launches = [Launch(hopper_mla_kernel, partition.programs, args, options)]
     if rows_differ:
         launches.append(repair_launch(mla_launch(call, partition, target)))

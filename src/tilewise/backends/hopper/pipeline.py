@@ -28,7 +28,10 @@ ANY_VALUE = {
     ],
     "do_not_specialize_on_alignment": ["cu_q", "cu_k"],
 }
-PING_PONG_BARRIER: gl.constexpr = gl.constexpr(8)  # the first named barrier that the compiler does not use
+# Named barriers: the compiler uses the first ones, up to 5 in these kernels. This is the first of the forward's
+# ping-pong, which has one for each warpgroup. The backward's are in dq_accumulation.py, backward_rows.py and
+# backward_wide.py.
+PING_PONG_BARRIER: gl.constexpr = gl.constexpr(8)
 
 
 class Pipeline(NamedTuple):
@@ -411,7 +414,7 @@ def apply_mask_mod(s, may_be_partial, i, j, w, h, params):
 @gluon.jit
 def load_keys(pipe, n, x, page_stride, keys, first_key, cache, CONFIG: gl.constexpr):
     """Loads keys, or their values, from `first_key` on as use n of a pipeline."""
-    if CONFIG.FP8:
+    if CONFIG.FP8:  # stored block by block, one after the other: the block takes the place of the batch row
         load_stage(pipe, n, x, Tokens(keys.b + first_key // CONFIG.BLOCK_N, keys.h, 0, 0), 0, CONFIG.STAGES)
     elif cache.lengths is None:
         load_stage(pipe, n, x, keys, first_key, CONFIG.STAGES)

@@ -58,7 +58,7 @@ def preprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG
     w = Work(tile.b, tile.h, first, tile.q0, tile.n_q, tile.k0, tile.n_k, tile.r0)
     if CONFIG.OVERLAP:
         # First wait, then trigger: the backward, which may start after the trigger, loads Q, K, V and dO before its own
-        # `gdc_wait` (`backward_tiles.load_first`), so the launch before this one must have ended.
+        # `gdc_wait` (`backward_common.load_first`), so the launch before this one must have ended.
         gdc_wait()
         gdc_launch_dependents()
     o, do, lse, dlse, lse2, delta, dq_acc, counters, lines, dq_lines = tensors

@@ -15,7 +15,7 @@ from ...mods.program import PROGRAMS, rows
 from ...request import Gpu, Request, Spec, has_address, triton_version
 from ..common.kv.partition import latent_tile
 from ..common.tiles import FEW_QUERIES, MANY_KEYS
-from .tiles import BACKWARD, FORWARD, LISTED, BackwardTile, ForwardTile
+from .tile_table import BACKWARD, FORWARD, LISTED, BackwardTile, ForwardTile
 
 GPU = Gpu("cuda", 90)
 MAX_HEAD_DIM = 512  # of the forward
@@ -72,22 +72,22 @@ def unsupported_latent(request: Any) -> str | None:
     q, k, v, spec, places = request.q, request.k, request.v, request.spec, request.places
     packed = is_deepseek_fp8(k) and q.dtype == torch.bfloat16
     if not packed and (k.dtype != q.dtype or v.dtype != q.dtype):
-        return f"a cache of {k.dtype} and {v.dtype}, of q's {q.dtype}"
+        return f"a cache of {k.dtype} and {v.dtype}; q's {q.dtype} is supported"
     if has_address(k) and not packed and not shares_memory(k, v):
-        return "values that are not the first columns of the keys"
+        return "v that is not the first columns of k"
     if places.by_token or places.starts is not None or request.tree is not None or request.split is not None:
-        return "a token table, starts, a tree of drafts or a split of the keys"
+        return "token_table=, starts=, tree= or split="
     if spec.score_mod is not None or spec.mask_mod is not None or spec.before is not None or spec.max_logit:
-        return "a mod, a window or max_logit"
+        return "a mod, window= or return_max_logit="
     if spec.scale <= 0:
-        return f"scale={spec.scale}, of positive numbers"
+        return f"scale={spec.scale}; positive numbers are supported"
     tile = latent_tile(90, q.element_size(), request.max_seqlen_q * (q.shape[-2] // k.shape[-2]), False)
     if tile[:2] != MLA_TILE:
-        return f"a tile of {tile.block_m} rows (queries times heads) by {tile.block_n} keys, of {MLA_TILE}"
+        return f"a tile of {tile.block_m} rows (queries times heads) by {tile.block_n} keys; {MLA_TILE} is supported"
     if packed:
         return None
     if places.table is not None and k.shape[1] % MIN_PAGE:
-        return f"pages of {k.shape[1]} tokens, of multiples of {MIN_PAGE}"
+        return f"pages of {k.shape[1]} tokens; multiples of {MIN_PAGE} are supported"
     *outer, inner = k.stride()
     if inner != 1 or any(stride % 8 or stride == 0 for stride in outer) or not is_aligned(k):
         return "strides that are not multiples of 16 bytes, or a last dim that is not contiguous"
@@ -100,7 +100,7 @@ def unsupported_fp8(request: Request) -> str | None:
     """Returns why a call with precision="fp8" is not supported, or None. The quantising pass reads any strides."""
     d, dv = request.q.shape[-1], request.v.shape[-1]
     if max(d, dv) > MAX_FP8_HEAD_DIM:
-        return f"head dim {max(d, dv)} with precision='fp8', of at most {MAX_FP8_HEAD_DIM}"
+        return f"head dim {max(d, dv)} with precision='fp8'; at most {MAX_FP8_HEAD_DIM} is supported"
     if request.blocks:
         return "a block mask with precision='fp8'"
     return None
@@ -108,10 +108,10 @@ def unsupported_fp8(request: Request) -> str | None:
 
 def unsupported_dropout(request: Request) -> str | None:
     """Why dropout is not supported, or None. A hash serves four pairs of a tile, whose positions must be multiples of
-    16; the backward tells in the sign of P which weights are dropped."""
+    16; the backward stores in the sign of P which weights are dropped."""
     spec, dim = request.spec, max(request.q.shape[-1], request.v.shape[-1])
     if dim > MAX_TERMS_HEAD_DIM:
-        return f"dropout with head dim {dim}, of at most {MAX_TERMS_HEAD_DIM}"
+        return f"dropout with head dim {dim}; at most {MAX_TERMS_HEAD_DIM} is supported"
     if spec.precision is not None:
         return "dropout with precision='fp8'"
     if request.position_offsets is not None:
@@ -124,10 +124,12 @@ def unsupported_dropout(request: Request) -> str | None:
 def unsupported_block_mask(request: Request) -> str | None:
     """Returns why a block mask is not supported, or None."""
     if (dim := max(request.q.shape[-1], request.v.shape[-1])) > MAX_LISTED_HEAD_DIM:
-        return f"a block mask with head dim {dim}, of at most {MAX_LISTED_HEAD_DIM}"
+        return f"a block mask with head dim {dim}; at most {MAX_LISTED_HEAD_DIM} is supported"
     block = request.spec.mask_block[:2]
     if any(x < MIN_MASK_BLOCK or x & (x - 1) for x in block):
-        return f"a block mask with tiles of {block[0]} x {block[1]}, of powers of two from {MIN_MASK_BLOCK} on"
+        return (
+            f"a block mask with tiles of {block[0]} x {block[1]}; powers of two from {MIN_MASK_BLOCK} on are supported"
+        )
     return None
 
 
@@ -137,15 +139,17 @@ def unsupported_cache(request: Any) -> str | None:
     places = getattr(request, "places", None)
     if places is None:
         return None
+    if places.by_token:
+        return f"token_table= with head dim {request.q.shape[-1]}; more than {MAX_CACHE_HEAD_DIM} (MLA) are supported"
     if any(x.dtype != request.q.dtype for x in (request.k, request.v)):
-        return f"a cache of {request.k.dtype} and {request.v.dtype}, of q's {request.q.dtype}"
+        return f"a cache of {request.k.dtype} and {request.v.dtype}; q's {request.q.dtype} is supported"
     if request.tree is not None or request.split is not None:
-        return "a tree of drafts" if request.tree is not None else "a split of the keys"
+        return "tree=" if request.tree is not None else "split="
     if places.starts is not None or places.indptr is not None:
-        return "keys that begin later" if places.starts is not None else "a table of pages in one row"
+        return "starts=" if places.starts is not None else "page_table=(indptr, pages)"
     page = request.k.shape[1]
     if places.table is not None and page % MIN_PAGE:
-        return f"pages of {page} tokens, of multiples of {MIN_PAGE}"
+        return f"pages of {page} tokens; multiples of {MIN_PAGE} are supported"
     for x in (request.k, request.v):
         if x.shape[0] > 1 and (x.stride(0) % x.stride(1) or x.stride(0) // x.stride(1) * x.shape[0] > MAX_CACHE_TOKENS):
             return "pages that are not a whole number of tokens apart, or too far"
@@ -158,11 +162,11 @@ def declines(request: Any, gpu: Gpu | None) -> str | None:
     if not isinstance(request, Request):
         places = getattr(request, "places", None)
         if places is None:
-            return "new tokens alone, which wait for memory"
+            return "append only, which is bound by memory"
         if is_latent(request):
             return None
         most = request.max_seqlen_q or q.shape[0] // max(places.batch, 1)  # unknown: the average
-        return "few queries, which wait for memory" if most < MIN_PREFILL_QUERIES else None
+        return "few queries, which are bound by memory" if most < MIN_PREFILL_QUERIES else None
     if q.dim() == 4 and q.shape[1] <= FEW_QUERIES and k.shape[1] >= MANY_KEYS:
         return "few queries, whose keys the portable kernels divide among programs"
     return None

@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from ...request import Request
+from ...request import Request, padded
 from ..common import tiles
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
 from ..common.fp8_launches import quantise
-from ..common.kernel_call import call_shape, padded, sequences_and_window, view
+from ..common.kernel_call import call_shape, sequences_and_window, view
 from ..common.kernel_config import flag_count, launch_options
 from ..common.launch import INTERPRETED, Launch, Memory, Target, can_overlap, named
 from ..common.repair import repair_forward_kernel
 from ..common.repair_launches import repairs
-from ..common.score_terms import device_terms, is_linear, mask_mod, score_mod
+from ..common.score_terms import device_terms, mask_mod, score_mod
 from .fp8_forward import Fp8Operands, fp8_forward_kernel
 
 LEAST_DIM = 32  # of a product of fp8 operands
@@ -55,7 +55,7 @@ def fp8_forward_launches(
         SCORE_MOD=score_mod(request, gpu),
         MASK_MOD=mask_mod(request),
         MAX_LOGIT=max_logit is not None,
-        FOLD=is_linear(request),
+        FOLD=request.spec.is_linear(request.bias is not None),
         OVERLAP=overlap,
     )
     d, dv = padded(size.d, LEAST_DIM), padded(size.dv, LEAST_DIM)

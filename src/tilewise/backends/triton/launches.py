@@ -7,11 +7,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ...request import Gpu, Request, Spec
+from ...request import Gpu, Request, Spec, padded
 from ..common import tiles
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
-from ..common.kernel_call import call_shape, new_max_logit, new_results, padded, sequences_and_window, view
+from ..common.kernel_call import call_shape, new_max_logit, new_results, sequences_and_window, view
 from ..common.kernel_config import (
     costly_term,
     flag_count,

@@ -35,7 +35,7 @@ def unsupported(request: Request, gpu: Gpu | None) -> str | None:
     if gpu.kind == "cuda" and gpu.capability < 80:
         return "the GPU is older than Ampere (compute capability 8.0)"
     if gpu.kind == "hip" and gpu.arch not in AMD:
-        return f"the GPU is a {gpu.arch}, of {' and '.join(AMD)}"
+        return f"the GPU is a {gpu.arch}; {' and '.join(AMD)} are supported"
     if isinstance(request, Request) and request.spec.token_boxes:
         return "tokens in boxes"
     if isinstance(request, Request):
@@ -45,7 +45,7 @@ def unsupported(request: Request, gpu: Gpu | None) -> str | None:
 
 def unsupported_fp8(request: Request, gpu: Gpu) -> str | None:
     """Returns why a call with precision="fp8" is not supported, or None."""
-    if gpu.kind == "hip" or (gpu.kind == "cuda" and gpu.capability < 89):
+    if gpu.kind != "interpreter" and not gpu.has_e4m3:
         return "precision='fp8' on a GPU without float8_e4m3fn (of NVIDIA, compute capability 8.9 and later)"
     if request.seed is not None:
         return "dropout with precision='fp8'"
@@ -60,7 +60,7 @@ def unsupported_cache(request: Any) -> str | None:
     if places is not None and is_latent(request):
         return unsupported_latent(request.k, request.v, request.k_scale, request.v_scale)
     if places is not None and places.by_token:
-        return f"a token table with head dim {request.q.shape[-1]}, of more than {MAX_HEAD_DIM} (MLA)"
+        return f"token_table= with head dim {request.q.shape[-1]}; more than {MAX_HEAD_DIM} (MLA) are supported"
     if is_deepseek_fp8(request.k):  # an append
         return unsupported_latent(request.k, request.v)
     for name, x in (("k_cache", request.k), ("v_cache", request.v)):
@@ -70,7 +70,7 @@ def unsupported_cache(request: Any) -> str | None:
         groups = 0 if places is None else scale_groups(getattr(request, f"{name[0]}_scale"))
         if groups > MAX_SCALE_GROUPS or (groups > 2 and head_dim(x) // groups % 2):
             dims = f"{groups} groups of {head_dim(x) // groups} dims"
-            return f"{name} with {dims}, of at most {MAX_SCALE_GROUPS} groups of an even number of dims"
+            return f"{name} with {dims}; at most {MAX_SCALE_GROUPS} groups of an even number of dims are supported"
     return None
 
 
@@ -85,8 +85,8 @@ def unsupported_latent(k: Tensor, v: Tensor, k_scale: Any = None, v_scale: Any =
     if found is None:
         return None
     if has_address(k) and not shares_memory(k, v):
-        return f"values of {v.dtype} that are not the first columns of the keys, with a head dim above {MAX_HEAD_DIM}"
-    return None if is_one_scale(k_scale, v_scale) else "two scales of an MLA cache, whose values are part of the keys"
+        return f"v of {v.dtype} that is not the first columns of k, with a head dim above {MAX_HEAD_DIM}"
+    return None if is_one_scale(k_scale, v_scale) else "k_scale and v_scale that differ: in MLA v is part of k"
 
 
 def declines(request: Any, gpu: Gpu | None) -> str | None:

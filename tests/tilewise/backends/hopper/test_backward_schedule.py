@@ -17,7 +17,7 @@ schedule = pytest.importorskip("tilewise.backends.hopper.backward_schedule")
 from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace  # noqa: E402
 from tilewise.backends.hopper.backward_schedule import Split  # noqa: E402
 from tilewise.backends.hopper.support import backward_tile  # noqa: E402
-from tilewise.backends.hopper.tiles import BackwardTile  # noqa: E402
+from tilewise.backends.hopper.tile_table import BackwardTile  # noqa: E402
 
 H200 = 132
 TILE = backward_tile(128, 128, plain=True, deterministic=False)

@@ -143,6 +143,23 @@ def test_sums_over_rows_it_does_not_take():
         assert found is None if takes else "sums over a row" in found
 
 
+def test_prefill_of_a_cache_without_pages() -> None:
+    """Sequences without keys, whose page table has no columns."""
+    from tilewise.backends.common.launch import DeviceMemory
+    from tilewise.backends.hopper.kv_launches import prefill_launch
+    from tilewise.backends.hopper.launches import new_state
+    from tilewise.options import kv_options
+    from tilewise.validation.kv import attend_request
+
+    q, cache = torch.zeros(1, 300, 4, 64, dtype=torch.bfloat16), torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)
+    options = kv_options({"page_table": torch.zeros(1, 0, dtype=torch.int32)})
+    request = attend_request(q, cache, cache, torch.zeros(1, dtype=torch.int32), options)
+    assert choose(request, Gpu("cuda", 90)).backend.name == "hopper"
+    state = new_state(DeviceMemory(q.device), None)
+    launch = prefill_launch(request, torch.empty_like(q), torch.empty(1, 4, 300), state, 132)
+    assert launch.programs == 8  # 4 heads, 2 tiles of 192 queries
+
+
 def test_what_goes_to_the_portable_kernels():
     q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
     call = Request(q, q, q, Spec(0.1))

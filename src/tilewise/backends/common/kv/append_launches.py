@@ -15,8 +15,8 @@ from ....kv_formats import (
     scale_groups,
 )
 from ....kv_request import AppendRequest, Scale
-from ....request import Gpu
-from ..kernel_call import padded, view
+from ....request import Gpu, padded
+from ..kernel_call import view
 from ..launch import Launch, can_overlap
 from .append import (
     AppendConfig,

@@ -68,8 +68,8 @@ class DecodeConfig(NamedTuple):
     depend on the batch: the first split of a work item keeps those merged so far in its slot, the others each chunk in
     a slot of its own. Otherwise a program sums all of its chunks together.
 
-    CONCURRENT: the launch before this one writes nothing that is read here, and ends no later. MERGE_PREFIX: it writes
-    only the results over prefixes.
+    CONCURRENT: this kernel runs beside the launch before it, reads nothing that that one writes, and waits for its end.
+    MERGE_PREFIX: the launch before writes the results over prefixes, which are read after that wait.
 
     NAN_SAFE: rows of a tile may see different keys, and 0 * nan is nan: if results have a nan, the program computes
     them once more, so that a value cannot reach a row that does not see it. MAX_LOGIT: the largest score of each head

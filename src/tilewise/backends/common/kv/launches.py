@@ -12,11 +12,11 @@ from torch import Tensor
 from ....errors import AttentionError
 from ....kv_formats import format_of, has_token_scales, has_words, head_dim, scale_groups
 from ....kv_request import UNDIVIDED, KvCall, KvRequest, PlannedTile, Scale
-from ....request import Gpu
+from ....request import Gpu, padded
 from ..device.structs import View
-from ..kernel_call import padded, view
+from ..kernel_call import view
 from ..kernel_config import precision
-from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
+from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, pdl_option, target_of
 from ..score_terms import device_terms, folded, is_bounded, mask_mod
 from . import formats
 from . import partition as partitions
@@ -27,7 +27,6 @@ from .partition import ITEM, KvTile, Partition
 from .schedule import ScheduleConfig, Sequences, schedule_kernel
 
 NO_VIEW = View(None, (0, 0, 0, 0, None, None))
-E4M3_CAPABILITY = 89  # from which on PTX converts e4m3
 
 # Few sizes, so that an engine's batches share their kernels.
 BLOCK_ITEMS = (128, 256)  # work items that the schedule kernel computes at once: one for each thread, or two
@@ -69,7 +68,7 @@ def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu) -> formats.Store
     groups, blocks = max(1, scale_groups(scale)), partitions.blocks_of(scale)
     parts = 16 // found.bits if has_words(cache) else 8 // found.bits
     pairs = parts > 1 and gpu.kind == "cuda" and not INTERPRETED
-    if found.name == "e4m3" and gpu.capability < E4M3_CAPABILITY:
+    if found.name == "e4m3" and not gpu.has_e4m3:
         pairs = False
     factor = narrows or kind == "head"
     grouping = groups, blocks, triton.next_power_of_2(blocks)
@@ -184,7 +183,7 @@ def partition_launch(
 
 def kernel_options(config: Any, **options: Any) -> dict[str, Any]:
     """The options of a launch: the kernel's configuration, 4 warps unless given, programmatic dependent launch."""
-    return {"CONFIG": config, "num_warps": 4, **options} | ({"launch_pdl": True} if config.OVERLAP else {})
+    return {"CONFIG": config, "num_warps": 4, **options} | pdl_option(config.OVERLAP)
 
 
 class Part(NamedTuple):

@@ -16,7 +16,6 @@ from ..kernel_config import precision
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap
 from ..score_terms import device_terms, folded, mask_mod
 from .launches import (
-    E4M3_CAPABILITY,
     NO_VIEW,
     buffers_of,
     bytes_of,
@@ -72,7 +71,7 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
     operand, accuracy = operand_of(q, k, target.gpu)
     block_n, stages = partition.tile.block_n, partition.tile.stages
     found = format_of(k)
-    native = target.gpu.kind == "cuda" and target.gpu.capability >= E4M3_CAPABILITY and not INTERPRETED
+    native = target.gpu.has_e4m3 and not INTERPRETED
     if not shared:  # shared memory holds values too
         block_n, stages = min(block_n, 32), 1
     config = LatentConfig(

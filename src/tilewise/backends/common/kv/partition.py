@@ -15,8 +15,8 @@ from torch import Tensor
 from ....kv_formats import format_of, has_token_scales, head_dim, is_deepseek_fp8, is_latent, scale_groups
 from ....kv_request import KV_TILE, KvRequest
 from ....mods.builtin import softcap
-from ....request import Gpu
-from ..tiles import Arch, padded
+from ....request import Gpu, padded
+from ..tiles import Arch
 
 MIN_DIVIDED = 512  # keys of a work item that is divided, into splits of at least half as many
 COUNTS, RECORD, ITEM = 4, 16, 8  # int64 numbers of the schedule's parts: see schedule.py
