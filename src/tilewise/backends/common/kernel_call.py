@@ -49,7 +49,9 @@ COUNTERS_START = 1 << 61
 
 _launching = Lock()
 _counters: dict[tuple[int, int], int] = {}  # (device, stream) -> address
-CAPTURED_CALLS = 2048  # calls in CUDA graphs that get counters of their own: 8 MB
+# Calls in CUDA graphs that get counters of their own: 8 MB. A destroyed graph does not return them. Later calls get new
+# counters, which the graph zeroes before each call.
+CAPTURED_CALLS = 2048
 _captured: dict[int, Iterator[int]] = {}  # device -> addresses of counters that no captured call has
 
 

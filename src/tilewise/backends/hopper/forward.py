@@ -186,6 +186,7 @@ def attend_tile(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.c
     block = load_key_block(first_use - n + lo, (key, partial), first, terms, BLOCK_N, BLOCK_N, acc_layout(BLOCK_N))
     q_factor = query_factor(w, first, params, CONFIG)
     k_factor, v_factor = key_scales(w, key, params, CONFIG)
+    # fp8 has no block mask (support.unsupported_fp8), so that the next block begins here
     next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)
     factor = q_factor * k_factor
     scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)

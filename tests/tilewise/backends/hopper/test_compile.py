@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.backends.hopper import support, tiles
+from tilewise.backends.hopper import support, tile_table
 
 pytestmark = pytest.mark.slow
 
@@ -145,4 +145,4 @@ def test_every_row_of_the_table_is_compiled():
         )
         for c in CALLS.values()
     }
-    assert rows == {row for *_, row in tiles.FORWARD}
+    assert rows == {row for *_, row in tile_table.FORWARD}
