@@ -203,10 +203,10 @@ def test_the_key_of_a_kernel_does_not_depend_on_those_before_it() -> None:
     script = [sys.executable, "-m", "tests.tilewise.backends.cache_keys"]
     found = [
         subprocess.run([*script, order], capture_output=True, text=True, env=compiled_mode())
-        for order in ("sorted", "reversed", "1", "2")
+        for order in ("sorted", "reversed", "1")
     ]
     for process in found:
         assert process.returncode == 0, process.stderr
     keys = [process.stdout for process in found]
     assert len(keys[0].splitlines()) > 200
-    assert keys[1:] == keys[:1] * 3
+    assert keys[1:] == keys[:1] * 2
