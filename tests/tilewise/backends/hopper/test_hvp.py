@@ -63,7 +63,7 @@ def test_within_budget(name: str) -> None:
 
 @pytest.mark.slow
 def test_compiles_without_spills(request: pytest.FixtureRequest) -> None:
-    """The widest variant of each head dim; with --all, every variant."""
+    """The variant with a window of each head dim; with --all, every variant."""
     windows = (None, None), (None, 0), (100, 7)
     rows = [
         {"arch": 90, "dtype": dtype, "dim": dim, "one_pass": True, "window": window, "group": group}
