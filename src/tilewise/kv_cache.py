@@ -305,8 +305,9 @@ def append_kv(
         q: queries to which `qk_norm` and `rotary` are applied too.
         backend: as in `attention`.
         options: cu_seqlens_new, cu_seqlens_q (of a packed q), page_table, slots, cache_rows, rotary, qk_norm, k_scale
-            and v_scale, as in `attention_kv`; and starts, which has no effect here. A quantised cache stores x / scale, rounded to nearest and saturated; a
-            scale by token and head is set to the largest magnitude / 448 (e5m2: 57344, int8: 127, int4: 7).
+            and v_scale, as in `attention_kv`; and starts, which has no effect here. A quantised cache stores x / scale,
+            rounded to nearest and saturated; a scale by token and head is set to the largest magnitude / 448 (e5m2:
+            57344, int8: 127, int4: 7).
 
     Returns:
         q, normalised and rotated if `qk_norm` or `rotary` is given; None without q.
