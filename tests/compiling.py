@@ -2,21 +2,72 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+REPORT = "report: "  # begins the lines of `answer`: compilers print, too
+
+
+def environment(triton: str = "") -> dict[str, str]:
+    """Without the interpreter; with the Triton in a folder, or the one that is installed."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, (triton, str(ROOT / "src"), str(ROOT))))}
 
 
 def reports(module: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a module prints, a line of JSON each, for rows on its standard input."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    env = environment()
     command = [sys.executable, "-m", module]
     done = subprocess.run(command, input=json.dumps(rows), capture_output=True, text=True, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+class Compiler:
+    """A process that runs a module whose main is `answer`. It compiles many calls: its imports take seconds."""
+
+    def __init__(self, module: str, triton: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(triton),
+            cwd=ROOT,
+        )
+        atexit.register(self.process.communicate)
+
+    def report(self, call: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin
+        assert self.process.stdout
+        with suppress(BrokenPipeError):  # the process has ended; its errors say why
+            print(json.dumps(call), file=self.process.stdin, flush=True)
+        lines = []
+        for line in self.process.stdout:
+            if line.startswith(REPORT):
+                found: dict[str, Any] = json.loads(line.removeprefix(REPORT))
+                return found
+            lines.append(line)
+        compiler.cache_clear()  # the next call starts another process
+        raise AssertionError("".join(lines)[-3000:])
+
+
+@cache
+def compiler(module: str, triton: str = "") -> Compiler:
+    return Compiler(module, triton)
+
+
+def answer(main: Callable[..., dict[str, Any]]) -> None:
+    """Prints main(**call) for each call on standard input, a line of JSON each."""
+    for line in sys.stdin:
+        print(REPORT + json.dumps(main(**json.loads(line))), flush=True)

@@ -116,7 +116,7 @@ def test_quantised_caches_that_kernels_lack(triton_runs: None) -> None:
     x = inputs(MlaCase((20,), stored=(INT8, "float")), torch.float16)
     k, v, scale = x.cache, x.cache[..., :512], x.options.pop("k_scale")
     for values, scales, match in (
-        (v.clone(), (scale, scale), "values of torch.int8 that are not the first columns of the keys"),
+        (v.clone(), (scale, scale), "v of torch.int8 that is not the first columns of k"),
         (v, (scale, 2 * scale), "two scales of an MLA cache"),
         (v, (scale, torch.tensor(scale)), "two scales of an MLA cache"),
     ):

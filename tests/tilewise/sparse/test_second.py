@@ -78,15 +78,17 @@ def second(f: Call, x: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", calls("reference"))
 def test_of_the_kernels(name: str, triton_runs: None) -> None:
-    """Within twice the error of the reference in float32, and a rounding."""
+    """Within twice the error of the reference in float32, and a rounding of the largest result: others are differences
+    of terms of its size, as dq of a query with a single key."""
     x = inputs(name, 16)
     exact = second(calls("reference")[name], x)
     narrow = [t.float() for t in x]
     ours, theirs = (second(calls(backend)[name], narrow) for backend in ("triton", "reference"))
+    rounding = 1e-6 * max(truth.abs().max().item() for truth in exact)
     for a, b, truth in zip(ours, theirs, exact, strict=True):
         assert a.isfinite().all()
         error, limit = ((y.double() - truth).abs().max().item() for y in (a, b))
-        assert error <= 2 * limit + 1e-6 * max(1.0, truth.abs().max().item())
+        assert error <= 2 * limit + rounding
 
 
 @pytest.mark.parametrize("name", calls("reference"))

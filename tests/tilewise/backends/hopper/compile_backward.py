@@ -1,14 +1,13 @@
-"""Compiles one call of the Hopper backward for sm_90 and prints what the compiler made of its sums, as JSON.
+"""Compiles calls of the Hopper backward for sm_90 and prints what the compiler made of their sums, as JSON.
 
-python -m tests.tilewise.backends.hopper.compile_backward '{"d": 256, "after": 0}'
+echo '{"d": 256, "after": 0}' | python -m tests.tilewise.backends.hopper.compile_backward
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from tilewise.backends.hopper.backward_schedule import Split
 from tilewise.request import BackwardInputs, Request, Spec
 from tilewise_lab.costs.compiled import compile_for
 
+from ....compiling import answer
 from .compile_one import with_terms
 
 
@@ -35,7 +35,7 @@ def main(
     terms: str = "",
     partial: bool = False,
     split: Sequence[int] | None = None,
-) -> None:
+) -> dict[str, Any]:
     kv_heads, batch, dv = 4, 2, dv or d
     heads = kv_heads * group
     outer = (n,) if packed else (batch, n)
@@ -54,7 +54,7 @@ def main(
     bwd_inputs = BackwardInputs(out, lse, out, None)
     _, sums, *_ = backward_launches(request, bwd_inputs, grads, space, 132, words).values()
     made = compile_for(90, sums.kernel, sums.args, sums.options)
-    report = {
+    return {
         "spills": made.spills,
         "warnings": made.warnings,
         "shared": made.shared,
@@ -63,8 +63,7 @@ def main(
         "waits": made.sass.count("WARPGROUP.DEPBAR"),
         "barriers": re.findall(r"SYNCS\.EXCH\.64 URZ, \[(\S+)\]", made.sass),
     }
-    print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    answer(main)

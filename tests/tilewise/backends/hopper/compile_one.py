@@ -1,13 +1,12 @@
-"""Compiles one call of the Hopper forward for sm_90 and prints what the compiler made of it, as JSON.
+"""Compiles calls of the Hopper forward for sm_90 and prints what the compiler made of them, as JSON.
 
-python -m tests.tilewise.backends.hopper.compile_one '{"d": 128, "after": 0}'
+echo '{"d": 128, "after": 0}' | python -m tests.tilewise.backends.hopper.compile_one
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +21,8 @@ from tilewise.mods.builtin import alibi, softcap
 from tilewise.mods.program import bound
 from tilewise.request import Request, Spec
 from tilewise_lab.costs.compiled import compile_for
+
+from ....compiling import answer
 
 SCORE = {"softcap": lambda heads: softcap(30.0), "alibi": lambda heads: alibi(torch.empty(heads))}
 
@@ -86,7 +87,7 @@ def main(
     page: int | None = None,
     max_logit: bool = False,
     precision: str | None = None,
-) -> None:
+) -> dict[str, Any]:
     """`page`: K and V are a cache, of pages with so many tokens, or dense with 0."""
     heads, batch, dv = 4, 2, dv or d
     outer = (n,) if packed else (batch, n)
@@ -118,22 +119,18 @@ def main(
         cached = KvRequest(request._replace(k=k, v=v, cu_k=None), places)
         launches = [prefill_launch(cached, out, lse, state, 132)]
     made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)
-    print(
-        json.dumps(
-            {
-                "triton": triton.__version__,
-                "spills": made.spills,
-                "warnings": made.warnings,
-                "shared": made.shared,
-                "products": made.instructions["HGMMA" if precision is None else "QGMMA"],
-                "copies": made.instructions["UTMALDG"],
-                "waits": made.sass.count("WARPGROUP.DEPBAR"),
-                "overwritten": overwritten(made.asm["ptx"]),
-                "griddepcontrol": re.findall(r"griddepcontrol\.(\w+)", made.asm["ptx"]),
-            }
-        )
-    )
+    return {
+        "triton": triton.__version__,
+        "spills": made.spills,
+        "warnings": made.warnings,
+        "shared": made.shared,
+        "products": made.instructions["HGMMA" if precision is None else "QGMMA"],
+        "copies": made.instructions["UTMALDG"],
+        "waits": made.sass.count("WARPGROUP.DEPBAR"),
+        "overwritten": overwritten(made.asm["ptx"]),
+        "griddepcontrol": re.findall(r"griddepcontrol\.(\w+)", made.asm["ptx"]),
+    }
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    answer(main)

@@ -1,14 +1,13 @@
 """Compiles the kernels before and after the Hopper backward for sm_90 and prints how wide their loads and stores are,
 how many 16-byte loads the first does before its first store, and how many bytes it spills.
 
-python -m tests.tilewise.backends.hopper.compile_small '{"d": 72}'
+echo '{"d": 72}' | python -m tests.tilewise.backends.hopper.compile_small
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
+from typing import Any
 
 import torch
 
@@ -18,8 +17,10 @@ from tilewise.backends.hopper.backward_launches import backward_launches, new_wo
 from tilewise.request import BackwardInputs, Request, Spec
 from tilewise_lab.costs.compiled import compile_for
 
+from ....compiling import answer
 
-def main(d: int) -> None:
+
+def main(d: int) -> dict[str, Any]:
     q = torch.empty(1, 256, 3, d, dtype=torch.bfloat16)
     request, inputs = Request(q, q, q, Spec(1.0)), BackwardInputs(q, torch.empty(1, 3, 256), q, None)
     space = new_workspace(DeviceMemory(q.device), call_shape(request), None)
@@ -32,8 +33,8 @@ def main(d: int) -> None:
         name: sorted(set(re.findall(r"(?:ld|st)\.global\.((?:v\d\.)?b\d+)", x.asm["ptx"]))) for name, x in made.items()
     }
     loads = made["before"].sass.partition("STG")[0].count("LDG.E.128")
-    print(json.dumps({"widths": widths, "loads": loads, "spills": made["before"].spills}))
+    return {"widths": widths, "loads": loads, "spills": made["before"].spills}
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    answer(main)

@@ -4,20 +4,17 @@ folders that TILEWISE_TRITONS names (pip install --no-deps --target FOLDER trito
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from tilewise.backends.hopper import support, tile_table
 
+from ....compiling import compiler
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[4]
 TRITONS = ("", *filter(None, os.environ.get("TILEWISE_TRITONS", "").split(os.pathsep)))
 CALLS = {
     "64 short causal": {"d": 64, "n": 1024, "after": 0},
@@ -106,18 +103,7 @@ SPILLS |= {"512 causal": 36, "128 partial alibi": 48, "128 document lists": 20}
 
 
 def compiled(call: dict[str, object], triton: str = "", script: str = "compile_one") -> dict[str, object]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [triton, str(ROOT / "src"), str(ROOT)]))}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.tilewise.backends.hopper.{script}", json.dumps(call)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return compiler(f"tests.tilewise.backends.hopper.{script}", triton).report(call)
 
 
 @pytest.mark.parametrize(("name", "triton"), [*product(CALLS, TRITONS[:1]), *product(ELSEWHERE, TRITONS[1:])])
