@@ -117,8 +117,8 @@ def test_quantised_caches_that_kernels_lack(triton_runs: None) -> None:
     k, v, scale = x.cache, x.cache[..., :512], x.options.pop("k_scale")
     for values, scales, match in (
         (v.clone(), (scale, scale), "v of torch.int8 that is not the first columns of k"),
-        (v, (scale, 2 * scale), "two scales of an MLA cache"),
-        (v, (scale, torch.tensor(scale)), "two scales of an MLA cache"),
+        (v, (scale, 2 * scale), "k_scale and v_scale that differ: in MLA v is part of k"),
+        (v, (scale, torch.tensor(scale)), "k_scale and v_scale that differ: in MLA v is part of k"),
     ):
         options: Any = x.options | {"k_scale": scales[0], "v_scale": scales[1]}
         tilewise.attention_kv(x.q, k, values, x.lengths, **options, backend="reference")
