@@ -17,7 +17,7 @@ ROWS = {"A": 6, "B": 8, "C": 5, "D": 6, "E": 7, "F": 13, "G": 8, "H": 10, "I": 5
 ROWS |= {"M": 6, "N": 5, "O": 5, "P": 6, "X": 32}
 TABLE = mutations.rows()
 BREAKS = mutations.mutations()
-SHARES = 2
+SHARES = 4
 
 
 def test_no_row_is_missing():

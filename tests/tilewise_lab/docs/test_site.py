@@ -174,12 +174,12 @@ def test_the_index_of_the_search_has_the_words_of_the_field(site, word):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "pages_of"), [("light", AXE), ("dark", AXE[::5])])
-def test_axe_finds_nothing_serious_on_any_kind_of_page(site, browser, scheme, pages_of):
+def test_axe_finds_nothing_serious_on_any_kind_of_page(site, browser, scheme, pages_of, request):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
     tab = context.new_page()
     serious = {}
-    for page in pages_of:
+    for page in pages_of if request.config.getoption("--all") else pages_of[::2]:
         tab.goto((site / page).as_uri())
         for one in axe.Axe().run(tab, options={"resultTypes": ["violations"]}).response["violations"]:
             if one["impact"] in ("serious", "critical"):
