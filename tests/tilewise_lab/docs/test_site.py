@@ -179,7 +179,7 @@ def test_axe_finds_nothing_serious_on_any_kind_of_page(site, browser, scheme, pa
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
     tab = context.new_page()
     serious = {}
-    for page in pages_of if request.config.getoption("--all") else pages_of[::4]:
+    for page in pages_of if request.config.getoption("--all") else pages_of[::6]:
         tab.goto((site / page).as_uri())
         for one in axe.Axe().run(tab, options={"resultTypes": ["violations"]}).response["violations"]:
             if one["impact"] in ("serious", "critical"):
@@ -190,10 +190,10 @@ def test_axe_finds_nothing_serious_on_any_kind_of_page(site, browser, scheme, pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 360])
-def test_no_block_of_code_is_cut_off(site, browser, width):
+def test_no_block_of_code_is_cut_off(site, browser, width, request):
     context = browser.new_context(viewport={"width": width, "height": 900})
     tab = context.new_page()
-    for page in AXE:
+    for page in AXE if request.config.getoption("--all") else AXE[::3]:
         tab.goto((site / page).as_uri())
         blocks = "[...document.querySelectorAll('.highlight pre')]"
         assert tab.evaluate(f"{blocks}.filter((x) => x.scrollWidth > x.clientWidth + 1).length") == 0, page
