@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from importlib import import_module
 from importlib.util import find_spec
 from zlib import crc32
@@ -82,7 +83,7 @@ ONE_IN = {
     "test_bounds.py": 24, "test_transformers.py": 12, "test_sdpa.py": 5, "test_origin.py": 5, "test_kv_compile.py": 4,
     "test_backward.py": 8, "test_backward_wide.py": 4, "test_compile.py": 22, "test_targets.py": 12,
     "test_backward_compile.py": 20, "test_notebooks.py": 3, "test_commands.py": 2,
-    "test_coverage.py": 4, "test_ops.py": 2,
+    "test_coverage.py": 2, "test_ops.py": 2,
 }  # fmt: skip
 # of the quick ones that Triton's interpreter, or a compiler, takes seconds for:
 SOME_OF = {
@@ -119,13 +120,20 @@ def is_left_out(item: pytest.Item) -> bool:
     return crc32(item.nodeid.encode()) % share != 0
 
 
+def chosen(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The share of each test, or the first of its parameters: every test runs."""
+    by_test: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        by_test[item.nodeid.partition("[")[0]].append(item)
+    return {x for alike in by_test.values() for x in [y for y in alike if not is_left_out(y)] or alike[:1]}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all") or config.args != config.getini("testpaths"):  # what is named runs
         return
-    left = [item for item in items if is_left_out(item)]
-    config.hook.pytest_deselected(items=left)
-    out = set(left)
-    items[:] = [item for item in items if item not in out]
+    stay = chosen(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in stay])
+    items[:] = [item for item in items if item in stay]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
