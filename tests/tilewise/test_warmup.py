@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.compiling import environment
 from tilewise.errors import AttentionError
 from tilewise.warmup import Kind, kinds_of, requests, warmup
 
@@ -91,10 +91,7 @@ def test_what_was_compiled_is_found_again(tmp_path: Path) -> None:
         sys.executable, "-m", "tilewise_lab", "warm", "--head-dim", "16", "--dtype", "fp32", "--full", "--no-backward",
         "--gpu", "sm_80", "--workers", "2",
     ]  # fmt: skip
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    said = [
-        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)
-    ]
+    env = environment() | {"TRITON_CACHE_DIR": str(tmp_path)}
+    said = [subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout for _ in range(2)]
     assert said[0].startswith("2 kernels compiled (")  # lengths that tiles divide, and others
     assert said[1].startswith("0 kernels compiled, 2 were there")

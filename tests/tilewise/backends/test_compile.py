@@ -7,20 +7,18 @@ every variant and dtype; without it each row is compiled once, and the measured 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.compiling import ROOT, environment
 from tilewise.backends.common import tiles
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 VARIANTS = ("full", "causal", "ragged", "window", "varlen")
 SHARED = {80: 99 * 1024, 90: 227 * 1024}  # sm_86 and sm_89 use the table of sm_80 and have the least
 TABLES = {80: tiles.AMPERE, 90: tiles.HOPPER}
@@ -81,11 +79,9 @@ def test_tiles(capability: int, kernel: str, dtype: str, request: pytest.Fixture
 
 
 def compiled(wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = str(ROOT / "src")
     done = subprocess.run(
         [sys.executable, str(ROOT / "bench" / "tiles.py"), "json"],
-        input=json.dumps(wanted), capture_output=True, text=True, env=env,
+        input=json.dumps(wanted), capture_output=True, text=True, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     made = [json.loads(line) for line in done.stdout.splitlines()]
@@ -133,7 +129,7 @@ def test_sums_of_gradients_fit(capability: int, dim: int, dtype: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.tilewise.backends.compile_sums", str(capability), str(dim), dtype],
         capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "0"},
+        env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     made = json.loads(done.stdout.splitlines()[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+from tests.compiling import environment  # noqa: E402
 from tilewise.backends.common import launch as compiler  # noqa: E402
 from tilewise.backends.common.launch import Launch, compile_launches  # noqa: E402
 
@@ -190,11 +190,7 @@ def test_functions_among_the_arguments_are_found() -> None:
         "found = functions_in(({'A': (fill, [clear_kernel, 3]), 'B': None}, fill, 'fill'))\n"
         "assert list(found) == [fill, clear_kernel, fill]\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, env=compiled_mode())
-
-
-def compiled_mode() -> dict[str, str]:
-    return {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment())
 
 
 @pytest.mark.slow
@@ -202,7 +198,7 @@ def test_the_key_of_a_kernel_does_not_depend_on_those_before_it() -> None:
     """What one process has compiled, others find."""
     script = [sys.executable, "-m", "tests.tilewise.backends.cache_keys"]
     found = [
-        subprocess.run([*script, order], capture_output=True, text=True, env=compiled_mode())
+        subprocess.run([*script, order], capture_output=True, text=True, env=environment())
         for order in ("sorted", "reversed", "1")
     ]
     for process in found:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import tilewise
+from tests.compiling import environment
 from tests.tilewise.mods.test_functions import COMPOSED, by_head, far, over_zero
 from tests.tilewise.mods.test_functions import made as body_of
 from tests.tilewise.mods.test_integers import bits, in_order, product, shifted_out
@@ -60,8 +59,7 @@ def test_every_operation_is_compiled() -> None:
     rows = torch.zeros(1, 5, 40, 8)
     made += [product_of_rows(rows, rows, 1.0), relative(rows, rows[0, 0], table[:, 0]), chosen_tiles(rows.int())]
     script = "tests.tilewise.backends.compile_mods"
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     done = subprocess.run(
-        [sys.executable, "-m", script], input=pickle.dumps(made), env=env, capture_output=True, check=False
+        [sys.executable, "-m", script], input=pickle.dumps(made), env=environment(), capture_output=True, check=False
     )
     assert done.stdout.strip() == b"compiled", done.stderr.decode()[-3000:]

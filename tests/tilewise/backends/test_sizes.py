@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.compiling import ROOT, environment
 
 
 @pytest.fixture(scope="module")
 def found() -> Any:
     """In a process of its own: this one's Triton is the interpreter's."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = [sys.executable, "-m", "tests.tilewise.backends.compile_sizes"]  # a path would put its folder first
-    done = subprocess.run(script, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3])
+    done = subprocess.run(script, capture_output=True, text=True, env=environment(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

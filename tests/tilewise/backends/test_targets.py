@@ -11,14 +11,13 @@ import os
 import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.compiling import ROOT, environment
 from tilewise.backends.common import tiles
 
-ROOT = Path(__file__).parents[3]
 TRITONS = ("", *filter(None, os.environ.get("TILEWISE_TRITONS", "").split(os.pathsep)))
 pytestmark = pytest.mark.slow
 TARGETS: tuple[tiles.Arch, ...] = (80, 86, 89, 90, 100, 120, "gfx942", "gfx950")
@@ -84,11 +83,9 @@ def compiled(arch: tiles.Arch, wanted: list[Wanted], triton: str = "") -> list[d
         rows.append(fields)
         if row[0] == "key" and tiles.tile("key", arch, 4 if row[1] == "float32" else 2, row[2]).apart:
             rows.append({**fields, "kernel": "value"})
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [triton, str(ROOT / "src")]))
     done = subprocess.run(
         [sys.executable, str(ROOT / "bench" / "tiles.py"), "json"],
-        input=json.dumps(rows), capture_output=True, text=True, env=env,
+        input=json.dumps(rows), capture_output=True, text=True, env=environment(triton),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
@@ -142,7 +139,7 @@ def test_sums_fit(arch: tiles.Arch, request: pytest.FixtureRequest) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "tests.tilewise.backends.compile_sums", str(arch), str(dim), dtype],
             capture_output=True, text=True, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "0"},
+            env=environment(),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         for each in json.loads(done.stdout.splitlines()[-1]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import tilewise
+from tests.compiling import environment
 from tests.conftest import HAS_TRITON
 from tilewise.distributed.calls import Rows, merge_
 
@@ -89,8 +89,9 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 def test_the_kernel_compiles_for_every_target():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment(), timeout=300
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found) == 4

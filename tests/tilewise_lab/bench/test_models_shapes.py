@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -12,6 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from tests.compiling import environment
 from tests.conftest import HAS_TRITON
 from tilewise.errors import AttentionError
 from tilewise_lab import bench, cli
@@ -248,8 +248,7 @@ print({x.launch for x in found})
 
 @needs_triton
 def test_the_kernels_of_cases_are_compiled_once():
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILATIONS], capture_output=True, text=True, env=env)
+    done = subprocess.run([sys.executable, "-c", COMPILATIONS], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     for name in ("hopper forward", "hopper backward", "(preprocess)", "(postprocess)"):
         assert repr(name) in done.stdout

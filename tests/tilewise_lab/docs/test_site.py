@@ -172,6 +172,10 @@ def test_the_index_of_the_search_has_the_words_of_the_field(site, word):
     assert word.lower() in index["terms"] | index["titleterms"]
 
 
+def some(pages: list[str], one_in: int, request: pytest.FixtureRequest) -> list[str]:
+    return pages if request.config.getoption("--all") else pages[::one_in]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "pages_of"), [("light", AXE), ("dark", AXE[::5])])
 def test_axe_finds_nothing_serious_on_any_kind_of_page(site, browser, scheme, pages_of, request):
@@ -179,7 +183,7 @@ def test_axe_finds_nothing_serious_on_any_kind_of_page(site, browser, scheme, pa
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
     tab = context.new_page()
     serious = {}
-    for page in pages_of if request.config.getoption("--all") else pages_of[::6]:
+    for page in some(pages_of, 6, request):
         tab.goto((site / page).as_uri())
         for one in axe.Axe().run(tab, options={"resultTypes": ["violations"]}).response["violations"]:
             if one["impact"] in ("serious", "critical"):
@@ -193,7 +197,7 @@ def test_axe_finds_nothing_serious_on_any_kind_of_page(site, browser, scheme, pa
 def test_no_block_of_code_is_cut_off(site, browser, width, request):
     context = browser.new_context(viewport={"width": width, "height": 900})
     tab = context.new_page()
-    for page in AXE if request.config.getoption("--all") else AXE[::3]:
+    for page in some(AXE, 3, request):
         tab.goto((site / page).as_uri())
         blocks = "[...document.querySelectorAll('.highlight pre')]"
         assert tab.evaluate(f"{blocks}.filter((x) => x.scrollWidth > x.clientWidth + 1).length") == 0, page
