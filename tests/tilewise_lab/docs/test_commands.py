@@ -105,7 +105,9 @@ NOT_RUN = {
     ),
     EXAMPLE: "test_an_example_runs_by_its_name, in the slow ring",
     "./run fuzz --seconds 600": "`./run fuzz` is run",
-    "./run python -m tests.tilewise.backends.compile_calls --seconds 600 --seed 3": "tests/tilewise/backends/test_calls.py",
+    "./run python -m tests.tilewise.backends.compile_calls --seconds 600 --seed 3": (
+        "tests/tilewise/backends/test_calls.py translates some of these calls"
+    ),
     "python bench/cpu.py": "measures for minutes, in many processes",
     "python bench/features.py terms": GPU,
     "python -m tilewise_lab.emulator.timeline docs/hopper-forward.svg": PICTURE,
