@@ -1,6 +1,7 @@
-"""Addresses in the package's metadata. `.ci/release` gives the repository's and the tag; other builds have none.
+"""Addresses in the package's metadata (Project-URL), all made from one setting: the address of the repository.
 
-TILEWISE_URL: the repository, such as https://HOST/OWNER/tilewise. TILEWISE_TAG: what the README's links point to.
+TILEWISE_URL: the repository, such as https://HOST/OWNER/tilewise. `.ci/release` sets it to the address of the remote
+origin, unless it is set; other builds have no addresses. TILEWISE_TAG: what the README's links point to.
 """
 
 import os

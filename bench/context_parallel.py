@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.call.fields import ATTENTION
 from tilewise.distributed import Plan, plan
 from tilewise.distributed.execute import Backward, Forward, Saved
 from tilewise.distributed.schedule import Compute, schedule
@@ -140,7 +141,7 @@ def measure(seqlen: int, shape: tuple[int, int, int], strategies: list[str], arg
     heads, kv_heads, dim = shape
     options = {"device": args.device, "dtype": torch.bfloat16}
     q, k, v, dout = (torch.randn(1, seqlen, h, dim, **options) for h in (heads, kv_heads, kv_heads, heads))
-    whole = checks.dense(q, k, v, checks.options_of({"causal": True}))
+    whole = checks.dense(q, k, v, ATTENTION.completed({"causal": True}))
     call = CallPlan(whole)
     out, lse = call.forward(whole.tensors())
     saved, bwd_inputs = Saved(q, k, v, out, lse), BackwardInputs(out, lse, dout, None)

@@ -33,7 +33,8 @@ from tilewise.backends.common.launch import DeviceMemory, target_of
 from tilewise.backends.registry import BACKENDS
 from tilewise.backends.triton.backward_launches import named_launches
 from tilewise.backends.triton.launches import forward_launches
-from tilewise.options import Options
+from tilewise.call.fields import ATTENTION
+from tilewise.call.options import Options
 from tilewise.request import BackwardInputs, Request
 from tilewise.validation import dense as checks
 
@@ -70,7 +71,7 @@ def problem(n: int, dim: int, term: str, causal: bool, dtype: torch.dtype) -> tu
         ids = (torch.arange(n, device="cuda") * 8 // n).to(torch.int32)
         given["mask_mod"] = mods.block_mask(mods.document(ids=ids), n, n, causal=causal)
     *qkv, dout = tensors
-    return checks.dense(*qkv, checks.options_of(given)), dout
+    return checks.dense(*qkv, ATTENTION.completed(given)), dout
 
 
 def candidate(which: str, tile: str, request: Request, dout: Tensor) -> tuple[Run, list[Tensor]]:

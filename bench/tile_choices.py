@@ -32,6 +32,7 @@ from tilewise.backends.common.launch import (
 )
 from tilewise.backends.hopper.launches import forward_launches, new_state
 from tilewise.backends.hopper.tile_table import ForwardTile
+from tilewise.call.fields import ATTENTION
 from tilewise.request import Request
 from tilewise.validation import dense as checks
 from tilewise_lab.bench.cases import Case, Inputs
@@ -112,7 +113,7 @@ def compile_candidate(case: Case, tile: ForwardTile) -> int | str:
 
 
 def request_with(case: Case, x: Inputs) -> Request:
-    options = checks.options_of({"causal": case.causal, "window": None if case.window is None else (case.window, 0)})
+    options = ATTENTION.completed({"causal": case.causal, "window": None if case.window is None else (case.window, 0)})
     if x.cu is None:
         return checks.dense(x.q, x.k, x.v, options)
     return checks.packed(x.q, x.k, x.v, x.cu, x.cu, (case.longest, case.longest), options)

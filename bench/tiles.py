@@ -26,6 +26,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 from tilewise import mods
+from tilewise.call.fields import ATTENTION
 from tilewise.request import BackwardInputs, Gpu
 from tilewise.validation import dense as checks
 from tilewise_lab.costs.compiled import Compiled, compile_for
@@ -110,7 +111,7 @@ def launch_of(row: Row) -> Any:
     cu = torch.tensor([0, n], dtype=torch.int32)
     terms: Any = TERMS[row.term](n, group) if row.term else {}
     by_name = {"backend": "triton"} if row.variant in FEW else {}
-    options = checks.options_of({"window": (before, after), "scale": 0.125} | by_name | terms)
+    options = ATTENTION.completed({"window": (before, after), "scale": 0.125} | by_name | terms)
     request = checks.packed(q, k, k, cu, cu, (n, n), options) if packed else checks.dense(q, k, k, options)
     chosen = nullcontext() if row.tile is None else mock.patch.object(tiles, "tile", return_value=tiles.Tile(*row.tile))
     with chosen:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.merge import union
+from tilewise.merging import union
 from tilewise_lab import trace
 from tilewise_lab.learn import picture, say
 from tilewise_lab.trace.command import show_softmax

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from tests.forks import ROOT, environment, python
+
 REPORT = "report: "  # begins the lines of `answer`: compilers print, too
-
-
-def environment(triton: str = "") -> dict[str, str]:
-    """Without the interpreter; with the Triton in a folder, or the one that is installed."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return env | {"PYTHONPATH": os.pathsep.join(filter(None, (triton, str(ROOT / "src"), str(ROOT))))}
 
 
 def reports(module: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a module prints, a line of JSON each, for rows on its standard input."""
-    env = environment()
-    command = [sys.executable, "-m", module]
-    done = subprocess.run(command, input=json.dumps(rows), capture_output=True, text=True, env=env, cwd=ROOT)
+    done = python("-m", module, input=json.dumps(rows))
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tests.cases import laid_out
 
 Leaves = dict[str, Tensor]
 
@@ -149,6 +150,15 @@ class Features:
     d: int = 64
     dv: int = 64
     dtype: str = "float32"
+    scale: float | None = None
+    layout: str = "bshd"  # of q, k, v and dout: one of `cases.LAYOUTS`
+    max_logit: bool = False
+    wanted: tuple[str, ...] = ()  # the leaves that get gradients; all if there is none of these
+
+    @property
+    def factor(self) -> float:
+        """What q.k is multiplied by."""
+        return self.d**-0.5 if self.scale is None else self.scale
 
     @staticmethod
     def random(seed: int, dims: tuple[int, ...], dtypes: tuple[str, ...], blocks: int) -> Features:
@@ -204,20 +214,34 @@ class Call:
     dlse: Tensor
     cu: tuple[Tensor, Tensor] | None = field(default=None)
 
+    @property
+    def results(self) -> list[str]:
+        """The names of what `run` returns."""
+        return ["out", "lse", *(["max_logit"] if self.features.max_logit else []), *self.wanted]
+
+    @property
+    def wanted(self) -> list[str]:
+        """The leaves that get gradients."""
+        return [name for name in self.leaves if name in self.features.wanted] or list(self.leaves)
+
 
 def make(features: Features, seed: int, longest: int, device: str, queries: int = 0) -> Call:
     """Random lengths and data; other q until no score lies within rounding of a kink, where a slope may be either.
     `queries`: no sequence has more, if there is such a number."""
     call = _draw(features, seed, longest, device, queries)
+    return away_from_kinks(call)
+
+
+def away_from_kinks(call: Call) -> Call:
+    """The call with other q, if a score lies near a kink."""
     while _is_near_kink(call):
-        call = replace(call, leaves=call.leaves | {"q": torch.randn_like(call.leaves["q"])})
+        q = call.leaves["q"]
+        call = replace(call, leaves=call.leaves | {"q": torch.randn_like(q).masked_fill(q.isnan(), torch.nan)})
     return call
 
 
 def _draw(f: Features, seed: int, longest: int, device: str, queries: int) -> Call:
     r = random.Random(seed)
-    torch.manual_seed(seed)
-    dtype = getattr(torch, f.dtype)
     odd = lambda: r.randrange(1, longest, 2)  # noqa: E731 - strides that divide by 16 would be other kernels
     batch = r.choice([2, 3])
     n_q, n_k = odd(), odd()
@@ -227,38 +251,58 @@ def _draw(f: Features, seed: int, longest: int, device: str, queries: int) -> Ca
     if queries:
         n_q = 1 + n_q % queries
         lengths = [(a % (queries + 1), b) for a, b in lengths] if f.packed else [(n_q, n_k)] * batch
+    before, after = (r.randrange(0, longest) if bounded else None for bounded in f.band)
+    return data(f, lengths, (before, after), seed, device)
+
+
+def data(
+    f: Features,
+    lengths: list[tuple[int, int]],
+    window: tuple[int | None, int | None],
+    seed: int,
+    device: str,
+    padding: int = 0,
+) -> Call:
+    """Random data. `padding`: so many tokens of packed tensors belong to no sequence, and are NaN."""
+    torch.manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, f.dtype)
+    batch = len(lengths)
     max_q, max_k = (max(x) for x in zip(*lengths, strict=True))
     h, hk = f.heads
     size = {"B": batch, "H": h}
 
-    def data(*shape: int, scale: float = 1.0) -> Tensor:
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, device=device) * scale
 
-    def cut(*shape: int) -> Tensor:
-        return data(*shape).to(dtype)
+    def tokens(name: str, heads: int, dim: int) -> Tensor:
+        n = 1 if name == "k" else 0
+        if not f.packed:
+            return laid_out((batch, lengths[0][n], heads, dim), f.layout, dtype, device, generator)
+        total = sum(x[n] for x in lengths)
+        x = laid_out((1, total + padding, heads, dim), f.layout, dtype, device, generator)[0]
+        x[total:] = torch.nan
+        return x
 
-    total_q, total_k = (sum(x) for x in zip(*lengths, strict=True))
-    lead_q, lead_k = ((total_q,), (total_k,)) if f.packed else ((batch, n_q), (batch, n_k))
-    leaves = {"q": cut(*lead_q, h, f.d), "k": cut(*lead_k, hk, f.d), "v": cut(*lead_k, hk, f.dv)}
+    leaves = {"q": tokens("q", h, f.d), "k": tokens("k", hk, f.d), "v": tokens("k", hk, f.dv)}
     if f.mod:
         for name, shape in MODS[f.mod][0].items():
-            leaves[name] = data(*(size.get(n, n) for n in shape), scale=0.5)
+            leaves[name] = randn(*(size.get(n, n) for n in shape), scale=0.5)
     if f.alibi:
-        leaves["alibi"] = data(*([batch] if f.alibi == "bh" else []), h, scale=0.1).abs()
+        leaves["alibi"] = randn(*([batch] if f.alibi == "bh" else []), h, scale=0.1).abs()
     if f.bias is not None:
         axes = zip("bhij", (batch, h, max_q, max_k), strict=True)
-        bias = cut(*(n if axis in f.bias else 1 for axis, n in axes))
+        bias = randn(*(n if axis in f.bias else 1 for axis, n in axes)).to(dtype)
         leaves["bias"] = bias.mT.contiguous().mT if f.turned else bias
     if f.sinks:
-        leaves["sinks"] = data(h)
+        leaves["sinks"] = randn(h)
     longer = max(max_q, max_k, 1)
     fixed = {
         "ids": torch.randint(0, 3, (batch, longer), device=device).sort(-1).values.to(torch.int32),
         "prefix": torch.randint(0, longer + 1, (batch,), device=device).to(torch.int32),
     }
-    window = tuple(r.randrange(0, longest) if bounded else None for bounded in f.band)
-    dout = cut(*lead_q, h, f.dv)
-    dlse = data(*((h, total_q) if f.packed else (batch, h, n_q)))
+    dout = tokens("q", h, f.dv)
+    dlse = randn(*dout.shape[:-1]).transpose(-1, -2).contiguous()
     cu = None
     if f.packed:
         cu = tuple(
@@ -299,7 +343,7 @@ def score_error(call: Call, q: Tensor, k: Tensor, s: Tensor, sizes: Tensor) -> T
     half precision its tanh, good to 2^-11.
     """
     unit = torch.finfo(torch.float32).eps / 2
-    error = unit * (4 + sizes + call.features.d**-0.5 * (q.abs() @ k.abs().mT))
+    error = unit * (4 + sizes + abs(call.features.factor) * (q.abs() @ k.abs().mT))
     return error + fast_tanh(call) * s.abs()
 
 
@@ -309,7 +353,7 @@ def fast_tanh(call: Call) -> float:
 
 
 def capped(call: Call, q: Tensor, k: Tensor) -> Tensor:
-    s = (q @ k.mT) * call.features.d**-0.5
+    s = (q @ k.mT) * call.features.factor
     return CAP * torch.tanh(s / CAP) if call.features.softcap else s
 
 
@@ -325,12 +369,16 @@ def _is_near_kink(call: Call) -> bool:
     return False
 
 
-def attend(call: Call, x: Leaves, backend: str) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the call with these leaves, by tilewise."""
+def attend(call: Call, x: Leaves, backend: str) -> tuple[Tensor, ...]:
+    """(out, lse), and max_logit where it is asked for, of the call with these leaves, by tilewise."""
     f = call.features
     options: dict[str, Any] = {"window": call.window, "backend": backend, "return_lse": True}
+    if f.scale is not None:
+        options["scale"] = f.scale
     if f.softcap:
         options["softcap"] = CAP
+    if f.max_logit:
+        options["return_max_logit"] = True
     if f.mod:
         options["score_mod"] = MODS[f.mod][1](*(x[name] for name in MODS[f.mod][0]))
     for argument, name in (("alibi_slopes", "alibi"), ("bias", "bias"), ("sinks", "sinks")):
@@ -359,8 +407,10 @@ def attend(call: Call, x: Leaves, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def run(call: Call, backend: str) -> dict[str, Tensor]:
-    """out, lse and the gradient of every leaf, by tilewise."""
-    x = {name: t.detach().clone().requires_grad_() for name, t in call.leaves.items()}
-    out, lse = attend(call, x, backend)
-    grads = torch.autograd.grad((out, lse), list(x.values()), (call.dout, call.dlse))
-    return {"out": out.detach(), "lse": lse.detach()} | dict(zip(x, grads, strict=True))
+    """out, lse, perhaps max_logit, and the gradient of every leaf that wants one, by tilewise."""
+    wanted = call.wanted
+    x = {name: t.detach().requires_grad_(name in wanted) for name, t in call.leaves.items()}
+    out, lse, *others = attend(call, x, backend)
+    grads = torch.autograd.grad((out, lse), [x[name] for name in wanted], (call.dout, call.dlse))
+    found = {"out": out.detach(), "lse": lse.detach()} | ({"max_logit": others[0]} if others else {})
+    return found | dict(zip(wanted, grads, strict=True))

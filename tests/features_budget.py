@@ -43,7 +43,7 @@ def judge(call: Call, backend: str) -> tuple[list[tuple[str, float]], list[str]]
     """The error of each result (out, lse, dq, dk, dv, terms) over torch's, and what is wrong."""
     ours, sticks = run(call, backend), yardsticks(call)
     faults = [fault for stick in sticks if (fault := stick.fault(ours[stick.name])) is not None]
-    names = {"out": "out", "lse": "lse", "q": "dq", "k": "dk", "v": "dv"}
+    names = {"out": "out", "lse": "lse", "max_logit": "max_logit", "q": "dq", "k": "dk", "v": "dv"}
     return [(names.get(stick.name, "terms"), stick.ratio(ours[stick.name])) for stick in sticks], faults
 
 
@@ -51,10 +51,11 @@ def yardsticks(call: Call) -> list[Yardstick]:
     dtype = getattr(torch, call.features.dtype)
     exact, peer = truth(call, torch.float64), truth(call, dtype)
     if dtype != torch.float32:
-        peer["lse"] = truth(call, torch.float32)["lse"]
+        peer |= {name: x for name, x in truth(call, torch.float32).items() if name in ("lse", "max_logit")}
     draws = [rounded(call, exact) for _ in range(DRAWS)]
     sticks = []
-    for name, y in exact.items():
+    for name in call.results:
+        y = exact[name]
         variance = sum((draw[name] - y)[y.isfinite()].square() for draw in draws) / DRAWS
         rounding = DEVIATIONS * variance.max().sqrt().item() if variance.numel() else 0.0
         sticks.append(Yardstick(name, y, peer[name], rounding))
@@ -64,9 +65,10 @@ def yardsticks(call: Call) -> list[Yardstick]:
 def truth(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
     """out, lse and the gradient of every leaf by torch's autograd, all of it in one dtype."""
     x = {name: t.detach().to(dtype).requires_grad_() for name, t in call.leaves.items()}
-    outs, logs = [], []
+    outs, logs, most = [], [], []
     for b, _, _, q, k, v in sequences(call, x):
         s = _masked(call, b, sum(_parts(call, x, b, capped(call, q, k))))
+        most.append(_largest(s.detach()))
         sink = s.new_full((*s.shape[:-1], 1), -torch.inf)
         if "sinks" in x:
             sink = x["sinks"][:, None, None].expand(sink.shape)
@@ -79,10 +81,11 @@ def truth(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
         outs.append(((p / some)[..., :-1] * _kept(call, b, v, q.shape[1])) @ v)
         logs.append((m + some.log()).masked_fill(l == 0, -torch.inf).squeeze(-1))
     out, lse = _joined(call, outs, logs)
-    loss = (out * call.dout.to(dtype)).sum()
+    loss = (out * call.dout.to(dtype).nan_to_num(0.0)).sum()
     loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * call.dlse.to(dtype)).sum()
     grads = torch.autograd.grad(loss, list(x.values()), allow_unused=True, materialize_grads=True)
-    return {"out": out.detach(), "lse": lse.detach()} | dict(zip(x, grads, strict=True))
+    found = {"out": out.detach(), "lse": lse.detach(), "max_logit": _largest_of(call, most)}
+    return found | dict(zip(x, grads, strict=True))
 
 
 def rounded(call: Call, exact: dict[str, Tensor], size: float = 1.0) -> dict[str, Tensor]:
@@ -98,8 +101,8 @@ def rounded(call: Call, exact: dict[str, Tensor], size: float = 1.0) -> dict[str
     x = {name: t.detach().double().requires_grad_() for name, t in call.leaves.items()}
     terms = [name for name in x if name not in ("q", "k", "v", "sinks")]
     grads = {name: torch.zeros_like(t) for name, t in x.items()}
-    scale = f.d**-0.5
-    outs, logs = [], []
+    scale = f.factor
+    outs, logs, most = [], [], []
 
     def off(t: Tensor, bound: Tensor | float) -> Tensor:
         return t + size * bound * (2 * torch.rand_like(t) - 1)
@@ -119,6 +122,7 @@ def rounded(call: Call, exact: dict[str, Tensor], size: float = 1.0) -> dict[str
         lse_off = off(torch.zeros_like(lse), UNIT * (4 + lse.masked_fill(empty, 0.0).abs()))
         p = torch.exp(_masked(call, b, s.detach()) - lse.masked_fill(empty, torch.inf))
         logs.append((lse + lse_off + (p * s_off).sum(-1, keepdim=True)).squeeze(-1))
+        most.append(_largest(_masked(call, b, s.detach()) + s_off))
         p = p * (1 + s_off + lse_off)
         p_cut = cut(p * keep)
         outs.append(cut(p_cut @ v))
@@ -143,7 +147,7 @@ def rounded(call: Call, exact: dict[str, Tensor], size: float = 1.0) -> dict[str
             grads["sinks"] -= cut(sink * delta, 4 * UNIT).sum((1, 2))
     out, lse = _joined(call, outs, logs)
     results = {name: cut(g, torch.finfo(call.leaves[name].dtype).eps / 2) for name, g in grads.items()}
-    return {"out": out, "lse": lse} | results
+    return {"out": out, "lse": lse, "max_logit": _largest_of(call, most)} | results
 
 
 def _parts(call: Call, x: Leaves, b: int, s: Tensor) -> list[Tensor]:
@@ -185,7 +189,7 @@ def _kept(call: Call, b: int, v: Tensor, n_q: int) -> Tensor | float:
     if not call.features.dropout:
         return 1.0
     keep = tilewise.dropout_mask(b + 1, v.shape[0], n_q, v.shape[1], p=P, seed=SEED, device=v.device)[b]
-    return keep.to(v.dtype) / (1 - P)
+    return keep.to(v.dtype) / (1 - round(P * 2**16) / 2**16)  # p is rounded
 
 
 def _grouped(call: Call, x: Tensor) -> Tensor:
@@ -193,8 +197,20 @@ def _grouped(call: Call, x: Tensor) -> Tensor:
     return x.unflatten(0, (call.features.heads[1], -1)).sum(1).transpose(0, 1)
 
 
+def _largest(s: Tensor) -> Tensor:
+    """(H,): the largest score of each head, of (H, n_q, n_k)."""
+    return s.new_full(s.shape[:1], -torch.inf) if s[0].numel() == 0 else s.amax((1, 2))
+
+
+def _largest_of(call: Call, most: list[Tensor]) -> Tensor:
+    return torch.stack(most) if call.cu is None else torch.stack(most).amax(0)
+
+
 def _joined(call: Call, outs: list[Tensor], logs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of packed sequences with the tokens that belong to none."""
     outs = [x.transpose(0, 1) for x in outs]
     if call.cu is None:
         return torch.stack(outs), torch.stack(logs)
-    return torch.cat(outs), torch.cat(logs, -1)
+    shape = call.dout.shape[0] - sum(x.shape[0] for x in outs), *outs[0].shape[1:]
+    none = outs[0].new_zeros(shape)
+    return torch.cat([*outs, none]), torch.cat([*logs, none.sum(-1).mT - torch.inf], -1)

@@ -139,15 +139,16 @@ def inputs(case: KvCase, dtype: torch.dtype = torch.float32, device: str = "cpu"
 
 
 Hides = Callable[[int, int, int], bool]  # (sequence, query, key)
-Score = Callable[[Tensor, int, int, int, int], Tensor]
+Score = Callable[[Tensor, int], Tensor]  # of the scores (H, n_q, n_k) of a sequence
 
 
 def expected(
     x: KvInputs, *, causal: bool = True, window: Any = None, scale: float | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, alibi: Tensor | None = None, hides: Hides | None = None, tree: Any = None,
-    plain: torch.dtype = torch.float64,
+    score: Score | None = None, plain: torch.dtype = torch.float64, most: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse of every query in order, (T, H, Dv) and (H, T), computed in the dtype `plain`."""
+    """out and lse of every query in order, (T, H, Dv) and (H, T), computed in the dtype `plain`. `most` gets the
+    largest score of each head (H,) of every sequence."""
     case = x.case
     group = case.heads // case.kv_heads
     outs, logs = [], []
@@ -158,6 +159,8 @@ def expected(
         s = (q @ k.mT) * (case.dim**-0.5 if scale is None else scale)
         if softcap is not None:
             s = softcap * torch.tanh(s / softcap)
+        if score is not None:
+            s = score(s, b)
         at = torch.arange(n_q, device=q.device)[:, None] + n_k - n_q
         j = torch.arange(n_k, device=q.device)[None]
         if alibi is not None:
@@ -179,6 +182,8 @@ def expected(
             drafts = torch.tensor(tree[b], dtype=torch.bool, device=q.device)
             seen[:, first:] &= drafts[:n_q, n_q - (n_k - first) : n_q]
         s = s.masked_fill(~seen, -torch.inf)
+        if most is not None:
+            most.append(s.flatten(1).amax(1) if s[0].numel() else s.new_full(s.shape[:1], -torch.inf))
         column = s.new_full((case.heads, n_q, 1), -torch.inf)
         if sinks is not None:
             column = sinks.to(plain)[:, None, None].expand(column.shape)

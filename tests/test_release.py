@@ -37,6 +37,7 @@ def clone(tmp_path, monkeypatch):
     for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
         monkeypatch.setenv(f"{name}_NAME", "x")
         monkeypatch.setenv(f"{name}_EMAIL", "x@x.invalid")
+    monkeypatch.delenv("TILEWISE_URL", raising=False)
     folder = tmp_path / "clone"
     (folder / ".ci").mkdir(parents=True)
     shutil.copy(SCRIPT, folder / ".ci")
@@ -85,6 +86,12 @@ def test_a_remote_without_a_public_address_is_not_published(clone, remote):
     assert done.returncode == 1
     assert f"the remote origin is '{remote}', no public address" in done.stderr
     assert calls(clone) == []
+
+
+def test_the_address_can_be_another_than_the_remotes(clone, monkeypatch):
+    monkeypatch.setenv("TILEWISE_URL", "git@other.invalid:someone/else.git")
+    assert release(clone, "0.2.0", "--dry-run").returncode == 0
+    assert (clone.parent / "addresses").read_text() == "https://other.invalid/someone/else v0.2.0\n"
 
 
 def test_a_dry_run_leaves_nothing(clone):

@@ -39,6 +39,8 @@ def steps(run, monkeypatch):
         if "venv" in command:
             (run.VENV / "bin").mkdir(parents=True, exist_ok=True)
             (run.VENV / "bin" / "python").touch()
+            (run.VENV / "pyvenv.cfg").write_text(f"version = {run.platform.python_version()}\n")
+            run.site_of(run.VENV).mkdir(parents=True)
 
     monkeypatch.setattr(run, "step", record)
     monkeypatch.setattr(run, "answers", lambda url: True)
@@ -101,23 +103,78 @@ def test_torch_of_the_current_python(run, monkeypatch, installed, fits):
     assert run.fitting_torch({"project": {"dependencies": ["torch>=2.10"]}}) is fits
 
 
-def test_current_python_with_torch_is_used(run, steps, monkeypatch):
+def installed(steps):
+    """The names that each call of pip installs."""
+    for _, command in steps:
+        if "pip" in command:
+            yield [word.partition(">")[0].partition("=")[0] for word in command if "==" in word or ">=" in word]
+
+
+@pytest.fixture
+def with_torch(run, monkeypatch):
+    """This Python has torch, and all but pytest-xdist."""
     monkeypatch.setattr(run, "fitting_torch", lambda pyproject: True)
     monkeypatch.setattr(run, "missing", lambda requirements: [r for r in requirements if "xdist" in r])
-    assert run.find_python("test") == sys.executable
-    ((name, command),) = steps
-    assert "xdist" in name
+
+
+def test_a_python_that_lacks_nothing_is_used_as_it_is(run, steps, with_torch):
+    assert run.find_python("demo") == sys.executable
+    assert steps == []
+
+
+def test_a_python_that_lacks_something_is_not_changed(run, steps, with_torch, capsys):
+    """A .venv gets what is missing, and imports the rest from that Python."""
+    python = run.find_python("test")
+    assert Path(python).parent.parent == run.VENV
+    assert list(installed(steps)) == [["pytest-xdist"], []]
+    assert all(command[0] == python for _, command in steps if "pip" in command)
+    assert next(path for path in sys.path if path.endswith("site-packages")) in run.lent_to(run.VENV)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(f"./run: making {run.VENV}")
+    assert said[0].endswith(f"with the torch of {sys.prefix})")
+    assert said[1] == "./run: adding to .venv: pytest-xdist"
+    steps.clear()
+    assert run.find_python("test") == python
+    assert steps == []
+
+
+def test_here_changes_this_python_and_says_so(run, steps, with_torch, capsys):
+    assert run.find_python("test", here=True) == sys.executable
+    ((_, command),) = steps
     assert command[0] == sys.executable
-    assert [word for word in command if "==" in word or ">=" in word] == ["pytest-xdist>=3.6"]
+    assert capsys.readouterr().err == f"./run: adding to {sys.prefix}: pytest-xdist\n"
 
 
-def test_offline_goes_on_without_what_is_not_vital(run, monkeypatch, capsys):
+def test_here_is_an_option_of_run(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(run, "find_python", lambda *x: seen.append(x) or "python")
+    monkeypatch.setattr(run.subprocess, "call", lambda line, **_: seen.append(line) or 0)
+    assert run.main(["--here", "fuzz", "--here"]) == 0
+    assert seen == [("fuzz", ["--here"], True), ["python", "-m", "tilewise_lab", "fuzz", "--here"]]
+
+
+def test_its_own_venv_is_completed(run, steps, with_torch, monkeypatch):
+    """Also where ./run is run by the Python in it."""
+    monkeypatch.setattr(sys, "prefix", str(run.VENV))
+    assert run.find_python("test") == sys.executable
+    assert list(installed(steps)) == [["pytest-xdist"]]
+
+
+def test_a_venv_of_somebody_else_is_left_alone(run, steps, monkeypatch):
+    monkeypatch.setattr(run, "fitting_torch", lambda pyproject: False)
+    (run.VENV / "bin").mkdir(parents=True)
+    (run.VENV / "bin" / "python").touch()
+    with pytest.raises(run.SetupError) as error:
+        run.find_python("demo")
+    assert "was not made by ./run" in error.value.output
+    assert steps == []
+
+
+def test_offline_goes_on_without_what_is_not_vital(run, with_torch, monkeypatch, capsys):
     def fail(name, command):
         raise run.SetupError(name, "ERROR: no network")
 
-    monkeypatch.setattr(run, "fitting_torch", lambda pyproject: True)
     monkeypatch.setattr(run, "step", fail)
-    monkeypatch.setattr(run, "missing", lambda requirements: ["pytest-xdist"])
     assert run.find_python("test") == sys.executable
     assert "without pytest-xdist (ERROR: no network)" in capsys.readouterr().err
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
@@ -126,7 +183,7 @@ def test_offline_goes_on_without_what_is_not_vital(run, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_fresh_machine_gets_a_venv_once(run, steps, monkeypatch, gpu):
+def test_a_fresh_machine_gets_what_each_command_needs(run, steps, monkeypatch, gpu):
     monkeypatch.setattr(run, "fitting_torch", lambda pyproject: False)
     monkeypatch.setattr(run, "has_gpu", lambda: gpu)
     python = run.find_python("demo")
@@ -135,30 +192,30 @@ def test_fresh_machine_gets_a_venv_once(run, steps, monkeypatch, gpu):
     assert making[1:] == ["-m", "venv", str(run.VENV)]
     assert ("torch>=2.10" if gpu else "torch==2.13.0") in torch
     assert (run.CPU_WHEELS in torch) is (not gpu)
-    assert any(word.startswith("triton") for word in tools) is (not gpu)
-    assert not any(word.startswith("torch") for word in tools)
+    assert {run.name_of(word) for word in tools if "=" in word or "<" in word} - {"--retries"} >= {"rich"}
+    assert not any(word.startswith(("torch", "triton", "sphinx", "pytest")) for word in tools)
     assert package[-3:] == ["--no-deps", "--editable", str(run.ROOT)]
 
     steps.clear()
-    assert run.find_python("test") == python
+    assert run.find_python("demo") == python
     assert steps == []
+    assert run.find_python("test") == python
+    ((_, tests),) = steps
+    assert any(word.startswith("pytest>=") for word in tests)
+    assert any(word.startswith("triton") for word in tests) is (not gpu)
+    assert not any(word.startswith("torch=") for word in tests)
 
 
-def test_stamp_changes_with_what_it_covers(run, monkeypatch):
-    stamps = {run.fingerprint(False), run.fingerprint(True)}
-    monkeypatch.setattr(sys, "version", "3.99")
-    stamps.add(run.fingerprint(False))
-    (run.ROOT / "pyproject.toml").write_text("[project]")
-    stamps.add(run.fingerprint(False))
-    assert len(stamps) == 4
-
-
-def test_venv_of_another_python_is_cleared(run, steps):
+def test_an_interrupted_or_old_venv_is_made_again(run, steps, monkeypatch):
+    monkeypatch.setattr(run, "fitting_torch", lambda pyproject: False)
     run.VENV.mkdir()
-    (run.VENV / "pyvenv.cfg").write_text("home = somewhere\nversion = 3.1.4\n")
-    assert run.version_in(run.VENV) == "3.1.4"
-    run.make_venv("python", gpu=False)
-    assert "--clear" in steps[0][1]
+    (run.VENV / ".tilewise").touch()
+    for _ in range(2):
+        run.find_python("demo")
+        assert "venv" in steps[0][1]
+        steps.clear()
+        (run.VENV / "pyvenv.cfg").write_text("home = somewhere\nversion = 3.1.4\n")
+        assert run.version_in(run.VENV) == "3.1.4"
 
 
 def test_the_package_is_installed_where_its_build_backend_can_be_had(run, steps, monkeypatch, capsys):
@@ -169,20 +226,30 @@ def test_the_package_is_installed_where_its_build_backend_can_be_had(run, steps,
             raise run.SetupError(name, "ERROR: no hatchling")
         record(name, command)
 
+    monkeypatch.setattr(run, "fitting_torch", lambda pyproject: False)
     monkeypatch.setattr(run, "step", fail)
-    run.make_venv("python", gpu=False)
+    run.find_python("demo")
     assert "tilewise is not installed in .venv (ERROR: no hatchling)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "tool"), [("notebook", "jupyterlab"), ("package", "twine")])
-def test_some_tools_are_installed_when_they_are_first_wanted(run, steps, monkeypatch, command, tool):
+def test_examples_with_hugging_faces_models_need_them(run):
+    (run.ROOT / "examples/hf.py").write_text("import transformers")
+    assert any(name.startswith("transformers") for name in run.needs("example", ["hf", "--steps", "2"]))
+    assert not any(name.startswith("transformers") for name in run.needs("example", ["train_gpt"]))
+
+
+@pytest.mark.parametrize(
+    ("command", "tool"), [("notebook", "jupyterlab"), ("package", "twine"), ("lint", "mypy"), ("docs", "sphinx")]
+)
+def test_tools_are_installed_when_they_are_first_wanted(run, steps, monkeypatch, command, tool):
     monkeypatch.setattr(run, "fitting_torch", lambda pyproject: False)
+    monkeypatch.setattr(run, "missing", lambda requirements: requirements)
     run.find_python("python")
-    assert not any(tool in " ".join(line) for _, line in steps)
+    assert not any(tool in name for names in installed(steps) for name in names)
     steps.clear()
     run.find_python(command)
     ((_, line),) = steps
-    assert line[-1].startswith(tool)
+    assert any(word.startswith(tool) for word in line)
 
 
 TWO = ["-n", "2", "--dist", "worksteal"]
@@ -226,14 +293,15 @@ def test_packages_are_built_and_checked(run, steps, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "given"),
     [
-        ([], ["-m", "not slow"]),
-        (["-k", "window"], ["-m", "not slow", "-k", "window"]),
-        (["--slow", "-x"], ["-x"]),
+        ([], ["-m", "not slow and not nightly"]),
+        (["-k", "window"], ["-m", "not slow and not nightly", "-k", "window"]),
+        (["--slow", "-x"], ["-m", "not nightly", "-x"]),
+        (["--slow", "--all"], ["--all"]),
         (["-m", "slow"], ["-m", "slow"]),
         (["tests/test_run.py::test_plan"], ["tests/test_run.py::test_plan"]),
     ],
 )
-def test_slow_tests_are_left_out_unless_wanted(run, steps, typed, given):
+def test_slow_and_nightly_tests_are_left_out_unless_wanted(run, steps, typed, given):
     assert run.plan("test", typed, "python") == [(run.ROOT, ["-m", "pytest", *given])]
 
 

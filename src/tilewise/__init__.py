@@ -10,16 +10,17 @@ from torch import Tensor
 
 from . import mods
 from .api import attention, attention_varlen, check
+from .call.fields import ATTENTION, REQUIRED, show_required
+from .call.options import Options
 from .debug import weights
 from .errors import AttentionError
 from .kv_cache import append_kv, attention_kv, check_kv, plan_kv
 from .kv_formats import pack_mla
 from .kv_request import KvPlan, QkNorm, Rotary
-from .merge import merge
+from .merging import merge
 from .mla import attention_mla
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .mods.dropout import dropout_mask
-from .options import Options, takes_options
 from .warmup import warmup
 
 if TYPE_CHECKING:
@@ -126,11 +127,11 @@ if hasattr(torch.nn.attention, "register_flash_attention_impl"):  # activate_fla
 # The only functions, with `Plan.simulate`, that import the laboratory, and only when they are called.
 
 
-@takes_options
+@ATTENTION.shown
 def explain(
-    q: "Tensor | Sequence[int]",
-    k: "Tensor | Sequence[int]",
-    v: "Tensor | Sequence[int]",
+    q: "Tensor | Sequence[int]" = REQUIRED,
+    k: "Tensor | Sequence[int]" = REQUIRED,
+    v: "Tensor | Sequence[int]" = REQUIRED,
     cu_seqlens_q: "Tensor | Sequence[int] | None" = None,
     cu_seqlens_k: "Tensor | Sequence[int] | None" = None,
     *,
@@ -197,11 +198,12 @@ def explain(
     return explanation
 
 
+@show_required
 def explain_kv(
-    q: "Tensor | Sequence[int]",
-    k_cache: "Tensor | Sequence[int]",
-    v_cache: "Tensor | Sequence[int] | None",
-    lengths: "Tensor | Sequence[int] | int",
+    q: "Tensor | Sequence[int]" = REQUIRED,
+    k_cache: "Tensor | Sequence[int]" = REQUIRED,
+    v_cache: "Tensor | Sequence[int] | None" = REQUIRED,
+    lengths: "Tensor | Sequence[int] | int" = REQUIRED,
     *,
     device: str | None = None,
     dtype: str = "bfloat16",

@@ -8,10 +8,12 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from . import settings
 from .autograd import attend, run_plan
 from .backends.registry import choose
+from .call.fields import ATTENTION, REQUIRED, misplaced
+from .call.options import Options, OtherOptions
 from .errors import AttentionError
-from .options import REQUIRED, Options, OtherOptions, misplaced, takes_options
 from .plan_cache import CallPlan, can_use_plan, needs_registered_op, plan_of, plans, positions, signature
 from .validation import dense as validation
 from .validation import nested
@@ -88,7 +90,7 @@ def attention(
 ) -> Result: ...
 
 
-@takes_options
+@ATTENTION.shown
 def attention(
     q: Tensor = REQUIRED,
     k: Tensor = REQUIRED,
@@ -131,7 +133,8 @@ def attention(
         mask_mod: a function f(b, h, q_idx, kv_idx) that returns True if the query sees the key. It applies in addition
             to causal and window. A plain function, or one decorated with `tilewise.mask_mod`, as score_mod. Or a
             `tilewise.block_mask` of one, which also skips tiles without a visible pair.
-        dropout_p: probability that a softmax weight is dropped. The others are divided by 1 - dropout_p.
+        dropout_p: probability that a softmax weight is dropped, 0 <= dropout_p < 1. It is rounded to a multiple of
+            1/65536, at most 65535/65536. The other weights are divided by 1 minus the rounded probability.
         seed: seed of dropout, an int or an int64 tensor of one element. Default: drawn from torch's generator. The same
             seed drops the same weights: `tilewise.dropout_mask` returns which.
         return_lse: if True, lse is returned too.
@@ -159,7 +162,7 @@ def attention(
     if layout is not None or (may_cast and validation.is_cast(q, k, v)):
         q, k, v = validation.to_bshd(q, k, v, layout)
     tensors = [q, k, v]
-    key = signature("attention", tensors, options) if can_use_plan() and not validation.CHECK_CONTENTS else None
+    key = signature("attention", tensors, options) if can_use_plan() and not settings.checks_contents() else None
     plan = None if key is None else plans.get(key)
     if plan is None:
         results = _first_call(key, tensors, options, (), (), layout is not None)
@@ -249,7 +252,7 @@ def attention_varlen(
 ) -> Result: ...
 
 
-@takes_options
+@ATTENTION.shown
 def attention_varlen(
     q: Tensor = REQUIRED,
     k: Tensor = REQUIRED,
@@ -309,11 +312,11 @@ def returned(out: Tensor, statistics: Sequence[Tensor], options: Options) -> Any
     return (out, statistics[1]) if options.get("return_max_logit") else out
 
 
-@takes_options
+@ATTENTION.shown
 def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor = REQUIRED,
+    k: Tensor = REQUIRED,
+    v: Tensor = REQUIRED,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     *,
@@ -368,7 +371,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, An
     """The results of `attention_varlen`, as those of `run_plan`."""
     tensors = [q, k, v, *cu]
     key = None
-    if can_use_plan() and not validation.CHECK_CONTENTS:
+    if can_use_plan() and not settings.checks_contents():
         key = signature("attention", tensors, options, *_sizes(max_seqlens, options))
     plan = None if key is None else plans.get(key)
     if plan is None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from .backends.reference.scored import weights_of
+from .call.fields import ATTENTION, REQUIRED, misplaced
+from .call.options import Options
 from .errors import AttentionError, shown
-from .options import REQUIRED, Options, misplaced, takes_options
 from .validation import dense as validation
 
 
-@takes_options
+@ATTENTION.shown
 def weights(
     q: Tensor = REQUIRED,
     k: Tensor = REQUIRED,

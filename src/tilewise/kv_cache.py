@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
+from . import settings
 from .backends.protocol import Runner
 from .backends.registry import choose, kv_backend
+from .call.fields import CACHE, REQUIRED, show_required
+from .call.options import KvOptions
 from .errors import AttentionError
-from .kv_formats import has_token_scales, head_dim, shared_columns, shares_memory
-from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
+from .kv_formats import has_token_scales, head_dim, is_latent
+from .kv_request import KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
 from .ops import kv as ops
-from .options import KvOptions, kv_defaults, kv_options, show_options
 from .plan_cache import can_use_plan, needs_registered_op, plans, positions, runner_of, signature
-from .request import lse_dtype
-from .validation import dense
+from .request import TENSOR_TYPES, lse_dtype
 from .validation import kv as checks
 from .validation import kv_contents as contents
 from .validation.kv_new_tokens import check_append, check_new_tokens
@@ -26,13 +26,13 @@ from .validation.kv_plan import check_shape, shape_of
 from .validation.kv_rotary import check_positions
 
 
-def _takes_options(function: Any) -> Any:
-    return show_options(function, KvOptions, kv_defaults())
-
-
-@_takes_options
+@CACHE.shown
 def attention_kv(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, **options: Unpack[KvOptions]
+    q: Tensor = REQUIRED,
+    k_cache: Tensor = REQUIRED,
+    v_cache: Tensor = REQUIRED,
+    lengths: Tensor | int = REQUIRED,
+    **options: Unpack[KvOptions],
 ) -> Any:
     """Attention over a KV cache, dense or paged, for any number of queries of every sequence.
 
@@ -120,7 +120,7 @@ def attention_kv(
     known: Prepared | None = None if key is None else plans.get(key)
     if known is not None:
         return _returned(known.runner([tensors[n] for n in known.order]), known.returns_lse)
-    given = kv_options(options)
+    given = CACHE.completed(options)
     call, with_lse = _call(q, k_cache, v_cache, lengths, given), given["return_lse"]
     if needs_registered_op(*call.request.dense[:3]):
         return _returned(ops.traced_attend(call), with_lse)
@@ -135,8 +135,14 @@ def _returned(results: Sequence[Tensor], with_lse: bool) -> Any:
     return found if len(found) > 1 else out
 
 
-@_takes_options
-def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, **options: Unpack[KvOptions]) -> KvPlan:
+@CACHE.shown
+def plan_kv(
+    q: Tensor = REQUIRED,
+    k_cache: Tensor = REQUIRED,
+    v_cache: Tensor = REQUIRED,
+    lengths: Tensor | int = REQUIRED,
+    **options: Unpack[KvOptions],
+) -> KvPlan:
     """Divides the keys of an `attention_kv` call among programs. Made once a step, used by all layers.
 
     >>> import torch
@@ -147,7 +153,8 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     torch.Size([2, 1, 4, 64])
 
     It launches one small kernel, which a CUDA graph may capture. A graph that uses a plan does not own it: keep both. A
-    plan stays valid while lengths, cu_seqlens and starts do not change. A layer with another window needs its own.
+    plan stays valid while lengths, cu_seqlens and starts do not change. A layer with another window needs its own, and
+    so does a call on another stream that may run at the same time: calls with one plan use one workspace.
 
     Args:
         q: as in `attention_kv`. Of q, the caches, k_new and v_new only the shapes matter: those of any layer.
@@ -162,13 +169,15 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     Raises:
         AttentionError: as in `attention_kv`.
     """
-    given = kv_options(options)
+    given = CACHE.completed(options)
     request = checks.attend_request(q, k_cache, v_cache, lengths, given)
     shape = shape_of(request)
     old: KvPlan | None = given["plan"]
     if old is not None:
         _check_plan(old, request)
     traced = needs_registered_op(*request.dense[:3])
+    if not traced and contents.are_read(request.places.lengths):
+        contents.check(request)
     if old is None and traced:
         schedule, workspace = torch.ops.tilewise.new_plan_kv(*attend_arguments(request))
         return KvPlan(schedule, workspace, ops.new_lse(request.dense.q), shape)
@@ -227,7 +236,7 @@ def plan_kv_in(
     if known is not None:
         wanted = [tensors[n] for n in known.order]
     else:
-        request = checks.attend_request(q, k_cache, v_cache, lengths, kv_options(options))  # type: ignore[arg-type]
+        request = checks.attend_request(q, k_cache, v_cache, lengths, CACHE.completed(options))  # type: ignore[arg-type]
         name, backend = choose(request).backend.name, kv_backend(request)
         sizes = backend.schedule_sizes(request)
         schedule = memory.empty("schedule", q, sizes[0], torch.int64)
@@ -242,8 +251,14 @@ def plan_kv_in(
     return plan
 
 
-@_takes_options
-def check_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, **options: Unpack[KvOptions]) -> None:
+@CACHE.shown
+def check_kv(
+    q: Tensor = REQUIRED,
+    k_cache: Tensor = REQUIRED,
+    v_cache: Tensor = REQUIRED,
+    lengths: Tensor | int = REQUIRED,
+    **options: Unpack[KvOptions],
+) -> None:
     """Checks a call of `attention_kv`, including the contents of its tensors. Waits for the GPU.
 
     >>> import torch
@@ -254,7 +269,8 @@ def check_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int,
     tilewise.errors.AttentionError: tokens of sequence 1: found 40;
     expected at most 32, which the cache holds
 
-    With TILEWISE_CHECK=1 in the environment, every call begins with it, and `append_kv` with the same checks.
+    With TILEWISE_CHECK=1 in the environment, every call begins with it, and `append_kv` with the same checks. On a CPU
+    every call checks lengths, offsets, pages, rows and slots.
 
     Args:
         q: as in `attention_kv`.
@@ -266,18 +282,19 @@ def check_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int,
     Raises:
         AttentionError: the call is wrong, or the plan was made for other lengths.
     """
-    given = kv_options(options)
+    given = CACHE.completed(options)
     call = _call(q, k_cache, v_cache, lengths, given)
-    _check_contents(call, given)
+    _check_contents(call, given, full=True)
     choose(call.request)
 
 
+@show_required
 def append_kv(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor | int,
+    k_new: Tensor = REQUIRED,
+    v_new: Tensor = REQUIRED,
+    k_cache: Tensor = REQUIRED,
+    v_cache: Tensor = REQUIRED,
+    lengths: Tensor | int = REQUIRED,
     *,
     q: Tensor | None = None,
     backend: str = "auto",
@@ -293,8 +310,9 @@ def append_kv(
     >>> cache[0, :, 0, 0]
     tensor([0., 0., 1., 1., 1., 0., 0., 0.])
 
-    Tokens that belong to no sequence of cu_seqlens_new, and tokens whose slot, page or row is not in the cache, are
-    skipped. If two tokens have the same slot, which one is stored is undefined.
+    Tokens past the last sequence of cu_seqlens_new, and tokens with a negative slot, are skipped; on a GPU also tokens
+    whose slot, page or row is not in the cache, which is an error on a CPU. If two tokens have the same slot, which one
+    is stored is undefined.
 
     Args:
         k_new: as in `attention_kv`.
@@ -324,11 +342,11 @@ def append_kv(
     given = checks.append_options(options)
     places = checks.places_of(k_new, k_cache, lengths, given)
     request = checks.append_request(k_new, v_new, k_cache, v_cache, places, q, given)
-    if dense.CHECK_CONTENTS:
-        check_append(request)
     if needs_registered_op(k_new, v_new, k_cache, v_cache):
         rotated = ops.traced_append(request, backend)
         return q if rotated is None else rotated
+    if contents.are_read(places.lengths):
+        check_append(request)
     written = written_tokens(request, backend)
     results = _run_new(f"append {backend}", key, tensors, request, lambda: kv_backend(written).append_runner(request))
     return results[0] if results else q
@@ -346,20 +364,47 @@ class Prepared(NamedTuple):
 def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """The signature, or None if the call is not kept and is checked every time: traced calls, those on a CPU, those
     whose lengths are a number, and all calls with TILEWISE_CHECK=1."""
-    if dense.CHECK_CONTENTS or not can_use_plan():  # a tracer cannot compare the addresses below
+    if not can_use_plan() or settings.checks_contents():  # a tracer cannot compare the addresses below
         return None
     plan = options.get("plan")
     k_cache, v_cache = tensors[2:4] if name == "append_kv" else tensors[1:3]
-    shared: Any = name != "plan_kv" and shares_memory(k_cache, v_cache)
-    by_token = has_token_scales(options.get("k_scale"))
-    if by_token or options.get("rotary") is not None or options.get("qk_norm") is not None:
-        shared = shared_columns(k_cache, v_cache)
+    shared: tuple[Any, ...] = ()
+    if name != "plan_kv":
+        apart = _distance(k_cache, v_cache)
+        shared = (apart,)
+        if apart is not None and -LONG_ROW < apart < LONG_ROW and abs(apart) < max(_row(k_cache), _row(v_cache)):
+            new = tensors[:2] if name == "append_kv" else (options.get("k_new"), options.get("v_new"))
+            shared += (_distance(*new),)  # new values have to be columns of new keys
+        k_scale = options.get("k_scale")
+        if k_scale is not None and has_token_scales(k_scale):
+            shared += (_distance(k_scale, options.get("v_scale")),)
     if type(plan) is not KvPlan:
-        return signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None, shared)
+        return signature(name, tensors, options, *shared)
     tensors += plan[:3]
     others = {option: value for option, value in options.items() if option != "plan"}
     # the shape has 25 items: as one part, and the types as another, because True == 1
-    return signature(name, tensors, others, plan.shape, (*map(type, plan.shape),), plan.backend, shared)
+    return signature(name, tensors, others, plan.shape, (*map(type, plan.shape),), plan.backend, *shared)
+
+
+LONG_ROW = 2**14  # bytes; a row of MLA in float64 has 4608
+
+
+def _distance(a: Any, b: Any) -> int | None:
+    """Bytes from the address of a tensor to that of another, which with their strides says what memory they share; None
+    if it is further than the allocation of the first of both. Such a distance is no part of a signature."""
+    if type(a) not in TENSOR_TYPES or type(b) not in TENSOR_TYPES:
+        return None
+    try:
+        apart: int = b.data_ptr() - a.data_ptr()
+        size = (a if apart > 0 else b).untyped_storage().nbytes()
+    except RuntimeError:  # a sparse or nested tensor
+        return None
+    return apart if -size < apart < size else None
+
+
+def _row(x: Tensor) -> int:
+    """The bytes of a row of a cache."""
+    return x.shape[-1] * x.stride(-1) * x.element_size() if x.dim() else 0
 
 
 def _run_new(
@@ -400,8 +445,8 @@ def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, gi
     if out is not None:
         _check_out(request, out)
     call = KvCall(request, new, out=out)
-    if dense.CHECK_CONTENTS:
-        _check_contents(call, given)
+    if not needs_registered_op(*request.dense[:3]) and contents.are_read(request.places.lengths):
+        _check_contents(call, given, full=settings.checks_contents())
     if plan is None:
         return call
     return call._replace(
@@ -409,15 +454,15 @@ def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, gi
     )
 
 
-def _check_contents(call: KvCall, given: KvOptions) -> None:
-    """Checks the contents of a call's tensors. Synchronises with the GPU."""
+def _check_contents(call: KvCall, given: KvOptions, full: bool) -> None:
+    """Checks the contents of a call's tensors, with `full` those of its plan too. Synchronises with the GPU."""
     request = call.request
-    contents.check(request, given["slots"], None if given["k_new"] is None else given["k_new"].shape[0])
+    contents.check(request, call.append, full)
     if call.append is not None:
         check_new_tokens(call.append)
     check_positions(given["rotary"], request.dense.cu_q, given["cu_seqlens_new"])
     plan: KvPlan | None = given["plan"]
-    if plan is not None:
+    if full and plan is not None:
         _check_plan(plan, request)
         schedule, _ = ops.new_schedule(request)
         ops.schedule(request, schedule)
@@ -437,7 +482,8 @@ def _check_plan(plan: KvPlan, request: KvRequest) -> None:
 def _check_out(request: KvRequest, out: Tensor) -> None:
     q, _, v, *_ = request.dense
     shape = (*q.shape[:-1], head_dim(v))
-    if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
+    exact = is_latent(request) and out.dtype == torch.float32  # of MLA, whose parts are merged in float32
+    if tuple(out.shape) != shape or not (out.dtype == q.dtype or exact) or out.device != q.device:
         raise AttentionError(
             "out", f"{out.dtype} {tuple(out.shape)} on {out.device}", f"{q.dtype} {shape} on {q.device}"
         )

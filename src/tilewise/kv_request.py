@@ -13,7 +13,6 @@ from .request import Request, Spec
 
 UNDIVIDED = 2**30  # keys of a split that is longer than any sequence
 MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes longer than the products
-KV_TILE = "TILEWISE_KV_TILE"  # environment variable that overrides the tile of the decode kernels, for measurements
 
 
 class Rotary(NamedTuple):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .backends.registry import choose
+from .call.fields import CACHE
 from .kv_request import MIN_PREFILL_QUERIES, KvCall, structure_of
 from .ops import kv as ops
-from .options import kv_options
 from .request import gpu_of
 from .validation import kv as checks
 
@@ -83,20 +83,23 @@ def step_launches(layer: AttentionLayer, limits: StepLimits, step: tuple[int, in
     memory = DeviceMemory(torch.device("meta"))
     k, v = layer.k_cache, layer.v_cache
     pages = -(-limits.length // k.shape[1])
-    integers = {"dtype": torch.int32, "device": "meta"}
-    lengths, one = torch.empty(sequences, **integers), torch.empty(1, **integers)  # type: ignore[call-overload]
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    lengths, one = integers(sequences), integers(1)
     options = {name: on_meta(x) for name, x in layer.options.items()} | {
-        "cu_seqlens_q": torch.empty(sequences + 1, **integers),  # type: ignore[call-overload]
-        "page_table": torch.empty(sequences, pages, **integers),  # type: ignore[call-overload]
+        "cu_seqlens_q": integers(sequences + 1),
+        "page_table": integers(sequences, pages),
         "max_seqlen_q": most,
         "backend": limits.backend(most),
     }
     q = memory.empty((tokens, layer.heads, k.shape[-1]), layer.dtype)
     out = memory.empty((tokens, layer.heads, v.shape[-1]), layer.dtype)
-    request = checks.attend_request(q, k, v, lengths, kv_options(options))  # type: ignore[arg-type]
+    request = checks.attend_request(q, k, v, lengths, CACHE.completed(options))  # type: ignore[arg-type]
     call = KvCall(request, out=out, lse=ops.scratch_lse(q))
     k_new, v_new = (memory.empty((1, tokens, *x.shape[2:]), layer.dtype) for x in (k, v))
-    asked = kv_options({"slots": torch.empty(tokens, dtype=torch.int64, device="meta")})
+    asked = CACHE.completed({"slots": torch.empty(tokens, dtype=torch.int64, device="meta")})
     asked["k_scale"], asked["v_scale"] = options.get("k_scale"), options.get("v_scale")
     places = checks.places_of(k_new, k, one, asked)
     append = checks.append_request(k_new, v_new, k, v, places, None, asked)

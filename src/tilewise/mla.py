@@ -7,12 +7,13 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from . import settings
+from .call.fields import REQUIRED, show_required
+from .call.options import PageTable
 from .errors import AttentionError
 from .kv_cache import attention_kv
 from .kv_formats import BYTES, LATENT, WIDTH
 from .kv_request import KvPlan
-from .options import PageTable
-from .validation import dense
 from .validation.dense import tensor
 from .validation.kv_rotary import integers
 
@@ -73,9 +74,10 @@ def attention_mla(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@show_required
 def attention_mla(
-    q: Tensor,
-    cache: Tensor,
+    q: Tensor = REQUIRED,
+    cache: Tensor = REQUIRED,
     lengths: Tensor | int | None = None,
     *,
     page_table: PageTable = None,
@@ -143,7 +145,9 @@ def attention_mla(
     if indices is None:
         options |= {"page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "cache_rows": cache_rows}
         options |= {"causal": causal, "max_seqlen_q": max_seqlen_q, "out": out}
-        found: Any = attention_kv(*call[:4], return_lse=return_lse, **call.options, **options)
+        found: Any = attention_kv(
+            call.q, call.k, call.v, call.lengths, return_lse=return_lse, **call.options, **options
+        )
         return found  # type: ignore[no-any-return]
     for name, x in (("page_table", page_table), ("cu_seqlens_q", cu_seqlens_q), ("cache_rows", cache_rows)):
         if x is not None:
@@ -156,7 +160,7 @@ def attention_mla(
             found = f"{tuple(out.shape)} with strides {out.stride()}"
             raise AttentionError("out", found, f"{(*q.shape[:3], LATENT)}, and with indices no gap between sequences")
         options["out"] = out.flatten(0, 1)[:, None]
-    result, lse = attention_kv(*call[:4], return_lse=True, **call.options, **options)
+    result, lse = attention_kv(call.q, call.k, call.v, call.lengths, return_lse=True, **call.options, **options)
     result = result.view(*q.shape[:3], LATENT) if out is None else out
     return (result, by_query(lse, q)) if return_lse else result
 
@@ -180,7 +184,7 @@ def mla_arguments(q: Tensor, cache: Tensor, lengths: Any, indices: Tensor | None
         raise AttentionError("shape of indices", shape, f"(B, Sq, K) for q (B, Sq, H, {WIDTH}), {tuple(q.shape)}")
     table = indices.flatten(0, 1)
     lengths = _index_counts(lengths, shape, q)
-    if dense.CHECK_CONTENTS:
+    if not torch.compiler.is_compiling() and settings.checks_contents():
         _check_indices(indices, lengths, cache.shape[0] * cache.shape[1])
     return MlaArguments(q.flatten(0, 1)[:, None], cache, cache[..., :LATENT], lengths, {"token_table": table})
 

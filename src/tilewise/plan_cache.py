@@ -11,7 +11,6 @@ cu_seqlens can be checked too without waiting for a device.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -20,28 +19,30 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from . import settings
 from .backends.protocol import Runner
 from .backends.registry import backward_backend, choose
+from .bounded import Bounded
 from .errors import AttentionError
 from .kv_formats import shares_memory
-from .kv_request import KV_TILE
 from .request import TENSOR_TYPES, BackwardInputs, Request, has_address, num_differentiable
 from .torch_internals import forward_mode_level, num_dispatch_modes, transform_level
 
-MAX_PLANS = 4096  # new sequence lengths make new plans; the cache is cleared when full
+MAX_PLANS = 4096  # new sequence lengths make new plans; the oldest eighth is dropped then
 MAX_LAYOUTS = 64  # of the gradients and saved tensors of one plan
 CONSTANTS = frozenset((bool, int, str, type(None), torch.dtype, torch.device))
 T = TypeVar("T")
 strides_of, dtype_of, device_index_of = Tensor.stride, attrgetter("dtype"), Tensor.get_device
 
 
-class PlanCache(dict[tuple[Any, ...], T], Generic[T]):
-    """Shared by threads. A read or write is atomic; if two threads make the same plan, the last is kept."""
+class PlanCache(Bounded[tuple[Any, ...], T], Generic[T]):
+    """Shared by threads. If two threads make the same plan, the last is kept."""
+
+    def __init__(self, limit: int = MAX_PLANS) -> None:
+        super().__init__(limit)
 
     def keep(self, signature: tuple[Any, ...] | None, plan: T) -> None:
         if signature is not None:
-            if len(self) >= MAX_PLANS:
-                self.clear()
             self[signature] = plan
 
 
@@ -71,7 +72,7 @@ def needs_registered_op(*tensors: Tensor) -> bool:
     )
 
 
-def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *settings: Any) -> tuple[Any, ...] | None:
+def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *others: Any) -> tuple[Any, ...] | None:
     """The signature of an eager call (`can_use_plan`) of the function `name`, or None if it is not kept: calls on a
     CPU, and those with values of other types.
 
@@ -79,11 +80,11 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *set
         name: tells the calls of different functions apart.
         tensors: the tensor arguments. The tensors among the options are appended to it.
         options: the other arguments. Names that are absent have their defaults.
-        settings: whatever else the result depends on.
+        others: whatever else the result depends on.
     """
     if not TENSOR_TYPES.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
         return None
-    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings]
+    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), settings.of_kernels(), *others]
     for key, value in options.items():
         kind = type(value)
         if kind in CONSTANTS:
@@ -175,7 +176,7 @@ class CallPlan:
         self.requires_grad = any(x is not None and x.requires_grad for x in tensors[: num_differentiable(request.spec)])
         self.forward: Runner = self.backend.forward_runner(request)
         self.uses_tf32 = request.q.dtype == torch.float32 and request.q.is_cuda  # if torch's settings allow it
-        self._backward: dict[tuple[Any, ...], Runner] = {}
+        self._backward: Bounded[tuple[Any, ...], Runner] = Bounded(MAX_LAYOUTS)
 
     def tensors(self, arguments: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """`Request.tensors()` of a call with these arguments."""
@@ -249,10 +250,7 @@ class CallPlan:
         key = self._backward_key(wanted, strides, [x for x in every if x is not None])
         runner = self._backward.get(key)
         if runner is None:
-            runner = self._backward_runner([*every], wanted, tangents)
-            if len(self._backward) >= MAX_LAYOUTS:
-                self._backward.clear()
-            self._backward[key] = runner
+            runner = self._backward[key] = self._backward_runner([*every], wanted, tangents)
         return runner(every)
 
     def _backward_runner(self, every: list[Any], wanted: tuple[bool, ...] | None, tangents: int) -> Runner:
@@ -309,15 +307,15 @@ def at_wanted(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor |
     return tuple(next(rest) if wants else None for wants in wanted)
 
 
-def plan_of(name: str, make: Callable[[], Request], tensors: Sequence[Tensor | None], *settings: Any) -> CallPlan:
-    """The plan of a registered op, whose scalar arguments are the settings, or of a call that has no signature. `make`
+def plan_of(name: str, make: Callable[[], Request], tensors: Sequence[Tensor | None], *others: Any) -> CallPlan:
+    """The plan of a registered op, whose scalar arguments are `others`, or of a call that has no signature. `make`
     returns the checked request."""
     first = tensors[0]
     key = None
     if first is not None and first.is_cuda:
         given = [x for x in tensors if x is not None]
         absent = tuple([x is None for x in tensors])
-        parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings, absent]
+        parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), settings.of_kernels(), *others, absent]
         add_layouts(parts, given)
         key = tuple(parts)
     plan: CallPlan | None = plans.get(key) if key is not None else None
@@ -330,7 +328,7 @@ def plan_of(name: str, make: Callable[[], Request], tensors: Sequence[Tensor | N
 def runner_of(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Runner:
     """The runner of a call with a KV cache that has no signature of its own arguments, such as a registered op: by the
     layouts of the tensors in `call`, which is nested tuples."""
-    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), os.environ.get(KV_TILE)]
+    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), settings.of_kernels()]
     tensors: list[Tensor] = []
     key = None
     if _add(call, parts, tensors) and tensors[0].is_cuda:

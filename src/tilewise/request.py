@@ -4,7 +4,6 @@ of GPU that it is for."""
 from __future__ import annotations
 
 import math
-import os
 from ast import literal_eval
 from functools import cache, lru_cache
 from importlib.metadata import version
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+from . import settings
 from .errors import AttentionError, shown
 from .torch_internals import constant
 
@@ -338,18 +338,42 @@ def gpu_of(device: torch.device) -> Gpu | None:
     """The GPU that a tensor lives on; of a CPU the interpreter, where Triton's is on; None elsewhere."""
     if device.type == "cuda":
         return _gpu(device)
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and has_triton():
+    if device.type == "cpu" and has_triton() and settings.interprets():
         return INTERPRETER
     return None
+
+
+OLDER_TARGETS = {"sm_80": 80, "sm_86": 86, "sm_89": 89}
+
+
+@cache
+def older_target() -> Gpu | None:
+    """The GPU that TILEWISE_TARGET names, or None. It is read once: compiled kernels depend on it.
+
+    Raises:
+        AttentionError: it is none of `OLDER_TARGETS`.
+    """
+    name = settings.target()
+    if name and name not in OLDER_TARGETS:
+        raise AttentionError(settings.TARGET, repr(name), f"{', '.join(OLDER_TARGETS)}, or no such variable")
+    return Gpu("cuda", OLDER_TARGETS[name]) if name else None
 
 
 @cache
 def _gpu(device: torch.device) -> Gpu:
     """Asking torch takes longer than a launch."""
     if torch.version.hip is not None:
+        if older_target() is not None:
+            raise AttentionError(settings.TARGET, str(older_target()), "a GPU of NVIDIA; the one here is of AMD")
         return Gpu("hip", torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
     major, minor = torch.cuda.get_device_capability(device)
-    return Gpu("cuda", 10 * major + minor)
+    found, older = Gpu("cuda", 10 * major + minor), older_target()
+    if older is None:
+        return found
+    if older.capability > found.capability:
+        expected = f"{found} or older: code for a newer GPU does not run on this one"
+        raise AttentionError(settings.TARGET, str(older), expected)
+    return older
 
 
 @cache

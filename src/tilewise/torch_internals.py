@@ -1,8 +1,8 @@
 """The private names of torch that tilewise uses: all of them, each with the public API that would replace it.
 
 Tested with torch 2.10 to 2.15. If a later torch lacks a name, a fallback takes its place: attention stays right and may
-be slower, but FLOP counters and profilers may miss it, torch.vmap over a KV cache is not rejected, and batched
-gradients (`is_grads_batched`) raise.
+be slower, but FLOP counters and profilers may miss it, torch.vmap over a KV cache is not rejected, batched
+gradients (`is_grads_batched`) raise, and layers that are checkpointed on a GPU do not find the plan in use.
 """
 
 from __future__ import annotations
@@ -71,6 +71,30 @@ current_stream: Callable[[int], int] = private(
 )
 
 
+# Objects by name that autograd's threads have from the thread that called backward. Public: none; contextvars would do,
+# if autograd copied the context, and torch.compile traced ContextVar.get. With torch 2.11 processes that had stashed an
+# object ended with a segmentation fault: before 2.13 these threads have what any thread set last.
+_latest: dict[str, Any] = {}
+_has_stash = torch.__version__ >= "2.13"
+_stash: Callable[[str, Any], None] = (
+    private("_C._stash_obj_in_tls", _latest.__setitem__) if _has_stash else _latest.__setitem__
+)
+_stashed: Callable[[str], Any] = private("_C._get_obj_in_tls", _latest.get) if _has_stash else _latest.get
+
+
+def inherit(name: str, value: Any) -> None:
+    """Sets an object of this thread, and of autograd's threads during a backward that this thread calls."""
+    _stash(name, value)
+
+
+def inherited(name: str) -> Any:
+    """What this thread, or the one that called backward, has set; or None."""
+    try:
+        return _stashed(name)
+    except RuntimeError:  # nothing: asking takes 60 us once, and then 1
+        return _stash(name, None)
+
+
 def constant(function: F) -> F:
     """Let torch.compile call the function while it traces. Public: torch.compiler.assume_constant_result, which sets
     the same attribute and imports the whole compiler."""
@@ -86,8 +110,9 @@ def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor was written in place. Public: none; torch.autograd checks the same counter."""
-    return x._version
+    """How often a tensor was written in place; 0 for one of inference mode, which does not count. Public: none;
+    torch.autograd checks the same counter."""
+    return 0 if x.is_inference() else x._version
 
 
 def is_vmapped(x: Tensor) -> bool:

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import settings
 from .backends import registry
 from .backends.common.offline import gpu_named
+from .call.fields import ATTENTION
 from .errors import AttentionError
 from .request import Gpu, Request, gpu_of, has_triton
 from .validation import dense as checks
@@ -108,7 +110,7 @@ def warmup(
     """
     if not has_triton():
         raise AttentionError("warmup", "no Triton", "pip install triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if settings.interprets():
         raise AttentionError("warmup", "TRITON_INTERPRET=1", "kernels that are compiled, not interpreted")
     chosen = _gpu(gpu)
     kinds = [
@@ -220,9 +222,9 @@ def requests(kind: Kind) -> Iterator[Request]:
             given["window"] = tuple(given["window"])
         if kind.packed:
             cu = some(batch + 1, of=torch.int32)
-            yield checks.packed(q, k, v, cu, cu, (n, n), checks.options_of(given))  # type: ignore[arg-type]
+            yield checks.packed(q, k, v, cu, cu, (n, n), ATTENTION.completed(given))  # type: ignore[arg-type]
         else:
-            yield checks.dense(q, k, v, checks.options_of(given))  # type: ignore[arg-type]
+            yield checks.dense(q, k, v, ATTENTION.completed(given))  # type: ignore[arg-type]
 
 
 def _launches(kinds: Sequence[Kind], gpu: Gpu) -> dict[str, Any]:
@@ -241,13 +243,12 @@ def _share(kinds: Sequence[Kind], gpu: Gpu, share: int, count: int) -> Iterator[
     """Compiles every count-th kernel in another process; yields the line that it prints for each."""
     task = json.dumps({"kinds": kinds, "gpu": list(gpu), "share": share, "count": count})
     source = str(Path(__file__).parents[1])
-    paths = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
     with subprocess.Popen(
         [sys.executable, "-c", WORKER, task],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": paths},
+        env=settings.of_child(source),
     ) as worker:
         assert worker.stdout is not None
         assert worker.stderr is not None

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-
-from tilewise import __version__
-from tilewise.errors import AttentionError
+from pathlib import Path
 
 CALLED = os.environ.get("TILEWISE_CALLED", "tilewise")  # what was typed: `./run`, from a checkout
 # What `pip install 'tilewise[cli]'` and `'tilewise[docs]'` bring.
@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _top_level(name, rest)
     command = COMMANDS[name]
+    from tilewise.errors import AttentionError  # imports torch, which takes seconds; --help and --version do without
+
     try:
         module = import_module(command.module)
         parser = argparse.ArgumentParser(prog=f"{CALLED} {name}", description=_sentence(command.summary))
@@ -89,13 +91,21 @@ def _top_level(word: str, rest: Sequence[str]) -> int:
         + f"\n\n`{CALLED} <command> --help` says more about one of them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"tilewise {__version__}")
+    parser.add_argument("--version", action="version", version=f"tilewise {_version()}")
     if not word.startswith("-"):
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(COMMANDS)}"
         parser.error(f"no command {word!r}; {hint}")
     parser.parse_args([word, *rest])
     return 0
+
+
+def _version() -> str:
+    """`tilewise.__version__`, without importing the library."""
+    package = importlib.util.find_spec("tilewise")
+    assert package is not None
+    assert package.origin is not None
+    return str(runpy.run_path(str(Path(package.origin).with_name("version.py")))["__version__"])
 
 
 def _sentence(summary: str) -> str:

@@ -14,9 +14,9 @@ import torch
 import tilewise
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
 from tilewise.backends.registry import kv_backend
+from tilewise.call.fields import CACHE
 from tilewise.kv_request import KvCall
 from tilewise.ops import kv as ops
-from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 
 CASES = [
@@ -28,7 +28,7 @@ CASES = [
 
 
 def options_of(x: KvInputs, split: int | None) -> checks.KvOptions:
-    return kv_options({**x.options, "split": split, "backend": "triton"})
+    return CACHE.completed({**x.options, "split": split, "backend": "triton"})
 
 
 def eager(x: KvInputs, split: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 import tilewise
 from tests import features, features_budget
+from tests.covering import cases
 from tilewise.backends.registry import BACKENDS
 from tilewise.errors import AttentionError
 
@@ -33,13 +34,7 @@ def judge_calls(chosen: features.Features, seed: int, backend: str, record_prope
     assert not wrong, f"{chosen}, {len(wrong)} results of {CALLS} calls:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("number", range(28))
-def test_random_combinations(number: int, record_property: Any) -> None:
-    chosen = features.Features.random(1000 + number, dims=(32, 64, 128), dtypes=DTYPES, blocks=128)
-    judge_calls(chosen.having(number), 100 * number, "triton", record_property)
-
-
-@pytest.mark.parametrize("number", range(20))
+@cases("number", range(8), range(20))
 def test_random_combinations_on_hopper(number: int, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the terms that the Hopper kernels take, forward and backward, with sums of dQ in any order and, for odd
     numbers, in a fixed one. The portable backward must not be asked."""

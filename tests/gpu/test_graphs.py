@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,8 @@ from torch import Tensor
 import tilewise
 from tests import features
 from tilewise.backends.common import kernel_call
+from tilewise.backends.common import launch as launcher
+from tilewise.plan_cache import plans
 
 IDS = torch.arange(256) // 64
 
@@ -126,16 +131,11 @@ def captured(name: str, calls: int) -> tuple[torch.cuda.CUDAGraph, list[list[Ten
 
 
 @pytest.mark.parametrize("name", ["hopper", "hopper, full", "softcap"])
-@pytest.mark.parametrize("reserved", [True, False])
-def test_each_captured_call_has_counters(name: str, reserved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    CALLS[name](*inputs(0, False))
-    left = next(kernel_call._captured[torch.cuda.current_device()])
-    if not reserved:  # all are in use: the counters come from the graph's pool
-        monkeypatch.setitem(kernel_call._captured, torch.cuda.current_device(), iter(()))
+def test_each_stream_of_a_graph_has_counters(name: str) -> None:
+    before = {*kernel_call._graphs}
     graph, tensors, outs = captured(name, 6)
-    if reserved:
-        step = 4 * kernel_call.COUNTERS
-        assert next(kernel_call._captured[torch.cuda.current_device()]) == left + 7 * step
+    [key] = {*kernel_call._graphs} - before
+    assert [len(x) for x in kernel_call._graphs[key].streams.values()] == [1, 1]
     for seed in range(10, 40, 10):
         for n, x in enumerate(tensors):
             for old, new in zip(x, inputs(seed + n, False), strict=True):
@@ -143,6 +143,80 @@ def test_each_captured_call_has_counters(name: str, reserved: bool, monkeypatch:
         graph.replay()
         torch.cuda.synchronize()
         check(outs, [CALLS[name](*inputs(seed + n, False)) for n in range(len(outs))])
+
+
+def test_counters_of_graphs_come_back() -> None:
+    """When a graph is gone. So as many graphs may be captured, one after another, as a process likes."""
+    graph, _, _ = captured("hopper", 2)
+    graph.replay()
+    assert all(x.ended for x in kernel_call._graphs.values()), "no semaphores here"
+    device = torch.cuda.current_device()
+
+    def reclaimed() -> int:
+        torch.cuda.synchronize()
+        time.sleep(0.5)  # CUDA tells a thread of its own
+        spare: list[int] = []
+        kernel_call._reclaim_counters(device, spare)
+        assert len({*spare}) == len(spare)
+        kernel_call._spare.setdefault(device, []).extend(spare)
+        return len(spare)
+
+    reclaimed()
+    assert reclaimed() == 0  # the graph is there
+    graph.replay()
+    del graph
+    gc.collect()
+    assert reclaimed() == 2
+    for _ in range(3):
+        graph, tensors, outs = captured("hopper", 2)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(outs, [CALLS["hopper"](*x) for x in tensors])
+
+
+def test_a_first_call_while_another_thread_captures() -> None:
+    """It loads kernels, allocates counters and makes a plan. Neither that nor the capture fails, in torch's strictest
+    mode."""
+    failures: list[BaseException] = []
+    results: list[Tensor] = []
+
+    def other() -> None:
+        try:
+            with torch.cuda.stream(stream):
+                for q in queries:
+                    results.append(tilewise.attention(q, q, q, causal=True))
+                    results.append(tilewise.attention(q, q, q, causal=True, backend="triton"))
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            failures.append(error)
+
+    tensors = inputs(1, False)
+    CALLS["hopper"](*tensors)
+    stream = torch.cuda.Stream()
+    queries = [torch.randn(1, 300, 2, dim, device="cuda", dtype=torch.bfloat16) for dim in (32, 48, 80)]
+    with torch.cuda.stream(stream):  # torch allocates memory for a new stream with cudaMalloc, which ends a capture
+        reserved = [torch.empty(1 << 18, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    del reserved
+    torch.cuda.synchronize()
+    kernel_call._spare.clear()  # more counters are allocated
+    plans.clear()
+    launcher._functions.clear()  # kernels are loaded again
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        first = CALLS["hopper"](*tensors)  # also in the thread that captures
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        second = CALLS["hopper"](*tensors)
+    assert not failures, failures[0]
+    assert len(results) == 6
+    for seed in (3, 4):
+        for old, new in zip(tensors, inputs(seed, False), strict=True):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = CALLS["hopper"](*tensors)
+        check([first, second], [expected, expected])
 
 
 def test_a_graph_of_terms_with_gradients() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -177,3 +179,57 @@ def test_tf32_is_as_torch_says_now() -> None:
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert not torch.equal(found["ieee"], found["tf32"])
+
+
+@needs_bindings
+def test_a_signal_handler_that_calls_attention() -> None:
+    """Within the launches of another call, in the same thread and on the same stream."""
+    tensors = inputs(3000)
+    expected = tilewise.attention(*tensors, causal=True)
+    found: list[Tensor] = []
+
+    handling = False
+
+    def handler(*_: Any) -> None:  # not within itself: the timer may be faster than a call
+        nonlocal handling
+        if not handling and len(found) < 200:
+            handling = True
+            found.append(tilewise.attention(*tensors, causal=True).detach())
+            handling = False
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        for _ in range(500):
+            found.append(tilewise.attention(*tensors, causal=True).detach())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, expected) for x in found)
+
+
+@needs_bindings
+def test_a_launch_that_blocks_does_not_hold_up_other_streams() -> None:
+    """The queue of a stream is full while a long kernel runs: other threads launch on other streams."""
+    tensors = inputs(100)
+    expected = tilewise.attention(*tensors, causal=True)
+    torch.cuda.synchronize()
+    full, done = torch.cuda.Stream(), threading.Event()
+
+    def fill() -> None:
+        with torch.cuda.stream(full), torch.no_grad():
+            torch.cuda._sleep(4_000_000_000)  # 2 s
+            for _ in range(3000):  # more than a queue takes
+                tilewise.attention(*tensors, causal=True)
+        done.set()
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    time.sleep(0.5)
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+        found = tilewise.attention(*tensors, causal=True)
+        torch.cuda.current_stream().synchronize()
+    assert not done.is_set(), "the queue was not full"
+    assert torch.equal(found, expected)
+    thread.join()

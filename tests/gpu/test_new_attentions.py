@@ -167,7 +167,7 @@ def test_nsa(block: int, heads: int, kv_heads: int, backend: str) -> None:
 @pytest.mark.parametrize("block", [128, 256])
 def test_moba(block: int) -> None:
     """Blocks of more than 128 keys: dq is added to the rows of the queries."""
-    from tilewise.sparse.moba import best_before, mean_key_gate
+    from tilewise.sparse.moba_attention import best_before, mean_key_gate
 
     torch.manual_seed(0)
     x = [randn(2, 1024, heads, 128) for heads in (4, 2, 2)]

@@ -42,11 +42,11 @@ def check(case: KvCase, dtype: torch.dtype = torch.bfloat16, **options: Any) -> 
 
 
 def request_of(x: KvInputs, options: dict[str, Any]) -> Any:
-    from tilewise.options import kv_options
+    from tilewise.call.fields import CACHE
     from tilewise.validation import kv as checks
 
     given: Any = options
-    return checks.attend_request(x.q, x.k, x.v, x.lengths, kv_options(given))
+    return checks.attend_request(x.q, x.k, x.v, x.lengths, CACHE.completed(given))
 
 
 @pytest.mark.parametrize("page", [1, 16, 24, 64])

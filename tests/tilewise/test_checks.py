@@ -14,7 +14,6 @@ import torch
 import tilewise
 from tilewise import AttentionError, mods
 from tilewise.backends.reference import ReferenceBackend
-from tilewise.validation import dense as checks
 from tilewise.validation import offsets
 from tilewise.validation.versions import check_version
 from tilewise_lab.costs.explain import explain
@@ -225,7 +224,7 @@ def test_every_call_begins_with_a_check_where_that_is_wanted(unread: None, monke
     """TILEWISE_CHECK=1"""
     x, cu = torch.zeros(4, 2, 8), torch.tensor([0, 9], dtype=torch.int32)
     tilewise.attention_varlen(x, x, x, cu, cu)
-    monkeypatch.setattr(checks, "CHECK_CONTENTS", True)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
     with pytest.raises(AttentionError, match="end of cu_seqlens_q: found 9"):
         tilewise.attention_varlen(x, x, x, cu, cu)
 

@@ -133,7 +133,7 @@ ELSEWHERE: dict[str, tuple[Callable[[], Any], str]] = {
     "explain_kv, lengths": (lambda: tilewise.explain_kv(*SHAPE, "a", device="H200"), "lengths: found 'a'"),
     "explain_kv, shapes": (
         lambda: tilewise.explain_kv("a", *SHAPE[1:], 3, device="H200"),
-        "tensor or shape: found 'a'",
+        "q: found 'a'",
     ),
     "warmup for a number": (lambda: tilewise.warmup(64, gpu=3), "gpu: found '3'"),
     "warmup for a fossil": (lambda: tilewise.warmup(64, gpu="sm_1"), "no kernels for sm_1"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.backends.common.fp8_format import KEY_BLOCK, MEAN_KEYS, QUERY_BLOCK
+from tilewise.backends.common.fp8_format import FIRST_KEYS, KEY_BLOCK, MEAN_KEYS
 from tilewise.backends.reference import fp8
 
 
@@ -20,7 +20,8 @@ def tensors(*, n: int = 300, heads: int = 4, kv_heads: int = 2, d: int = 64) -> 
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return tilewise.attention(q.double(), k.double(), v.double(), return_lse=True, **options)
+    out, lse = tilewise.attention(q.double(), k.double(), v.double(), return_lse=True, **options)
+    return out, lse
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -60,12 +61,12 @@ def test_forward_mode_raises() -> None:
 
 def test_stored_values_are_the_documented_ones() -> None:
     torch.manual_seed(1)
-    x = torch.randn(2 * QUERY_BLOCK + 3, 2, 16)
-    stored, scale = fp8.quantised(x, QUERY_BLOCK)
-    assert stored.shape == (3, QUERY_BLOCK, 2, 16)
+    x = torch.randn(2 * KEY_BLOCK + 3, 2, 16)
+    stored, scale = fp8.quantised(x, KEY_BLOCK)
+    assert stored.shape == (3, KEY_BLOCK, 2, 16)
     for block in range(3):
         for head in range(2):
-            rows = x[block * QUERY_BLOCK : (block + 1) * QUERY_BLOCK, head]
+            rows = x[block * KEY_BLOCK : (block + 1) * KEY_BLOCK, head]
             largest = rows.abs().max()
             assert scale[block, 0, head, 0] == largest / 448
             expected = (rows * (448 / largest)).to(torch.float8_e4m3fn)
@@ -117,6 +118,74 @@ def test_the_mean_is_that_of_sampled_keys() -> None:
     k = torch.arange(3.0 * MEAN_KEYS).reshape(-1, 1, 1)
     assert fp8.mean_key(k) == k[::3].mean()
     assert fp8.mean_key(k[:7]) == 3
+
+
+def test_the_mean_is_of_keys_that_rows_see_and_not_of_large_ones() -> None:
+    k = torch.randn(1, 1000, 1, 8) + 3
+    large = k.clone()
+    large[0, 50] *= 1e6
+    assert (fp8.mean_key(large[0]) - fp8.mean_key(k[0])).abs().max() < 0.05
+    q = torch.randn(1, 1000, 1, 8)
+    later = torch.cat([k[:, :FIRST_KEYS], 1e6 * k[:, FIRST_KEYS:]], 1)
+    first, second = (tilewise.attention(q, x, x, causal=True, precision="fp8") for x in (k, later))
+    torch.testing.assert_close(first[:, :FIRST_KEYS], second[:, :FIRST_KEYS], rtol=1e-4, atol=1e-4)
+
+
+# A call, and the rows that do not see the key 101: of 150 queries and 150 or 290 keys
+HIDDEN: dict[str, tuple[dict[str, Any], int, slice]] = {
+    "causal": ({"causal": True}, 150, slice(0, 101)),
+    "causal, more keys": ({"causal": True}, 290, slice(0, 0)),
+    "window": ({"window": (40, 0)}, 150, slice(0, 101)),
+    "window to the right": ({"window": (0, 30)}, 150, slice(0, 71)),
+    "left window": ({"window": (20, None)}, 150, slice(122, 150)),
+    "causal, softcap": ({"causal": True, "softcap": 5.0}, 150, slice(0, 101)),
+    "mask": ({"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx}, 150, slice(0, 101)),
+}
+
+
+def rows_that_do_not_see(name: str, n_k: int, at: int) -> slice:
+    rows = HIDDEN[name][2]
+    return rows if n_k == 150 else slice(0, at - (n_k - 150))
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("large", [1e2, 1e4, 1e8, 1e20])
+@pytest.mark.parametrize("which", ["q", "k", "v", "k and v"])
+def test_a_hidden_key_changes_a_row_by_no_more_than_rounding(name: str, large: float, which: str) -> None:
+    """Of one token, in the block of 128 keys of rows that do not see it: their error is at most twice as large."""
+    options, n_k, _ = HIDDEN[name]
+    at = 101 if n_k == 150 else 240
+    rows = rows_that_do_not_see(name, n_k, at)
+    torch.manual_seed(0)
+    given = {x: torch.randn(1, n, 2, 64) for x, n in (("q", 150), ("k", n_k), ("v", n_k))}
+    given["k"] += 2 * torch.randn(1, 1, 2, 64)
+    other = {x: given[x].clone() for x in given}
+    for x in which.split(" and "):
+        other[x][:, at - (n_k - 150) if x == "q" else at] *= large
+    errors = []
+    for tensors in (given, other):
+        expected, lse = exact(*tensors.values(), **options)
+        out, found = tilewise.attention(*tensors.values(), precision="fp8", return_lse=True, **options)
+        errors.append((error(out[:, rows], expected[:, rows]), error(found[..., rows], lse[..., rows])))
+    (before, before_lse), (after, after_lse) = errors
+    assert 0.005 < before < 0.09
+    assert after < 2 * before
+    assert after_lse < 2 * before_lse
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_many_later_keys_change_no_earlier_row(which: str) -> None:
+    """All keys from 90 on, of a sequence of 200 in a batch and packed."""
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, 200, 2, 64) for name in "qkv"}
+    expected = exact(*x.values(), causal=True)[0][:, :90]
+    before = error(tilewise.attention(*x.values(), causal=True, precision="fp8")[:, :90], expected)
+    x[which][:, 130:] *= 1e5
+    cu = torch.tensor([0, 200], dtype=torch.int32)
+    q, k, v = (t[0] for t in x.values())
+    packed = tilewise.attention_varlen(q, k, v, cu, cu, causal=True, precision="fp8")
+    for out in (tilewise.attention(*x.values(), causal=True, precision="fp8"), packed[None]):
+        assert error(out[:, :90], expected) < 2 * before
 
 
 def test_retrieval_in_a_long_context() -> None:
@@ -179,12 +248,12 @@ def test_the_reference_has_every_term(option: str) -> None:
 
 
 def test_distributed_calls_raise() -> None:
+    from tilewise.call.fields import ATTENTION
     from tilewise.distributed.api import sharded
-    from tilewise.validation.dense import options_of
 
     q, k, v = tensors(n=8)
     with pytest.raises(tilewise.AttentionError, match="precision"):
-        sharded(q, k, v, (8, 8), (8, 8), None, options_of({"precision": "fp8"}))
+        sharded(q, k, v, (8, 8), (8, 8), None, ATTENTION.completed({"precision": "fp8"}))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 import tilewise
 from tilewise import AttentionError
-from tilewise.merge import State, union
+from tilewise.merging import State, union
 
 
 def attend(s: torch.Tensor, v: torch.Tensor) -> State:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 import tilewise
+from tests.forks import python
 from tilewise import AttentionError, attention, attention_varlen
 
 Q = torch.randn(1, 8, 2, 16)
@@ -26,6 +25,43 @@ def torch_block_mask() -> Any:
     return create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 8, 8, device="cpu")
 
 
+REQUIRED = {
+    "attention": ("q", "k", "v"),
+    "attention_varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+    "weights": ("q", "k", "v"),
+    "check": ("q", "k", "v"),
+    "explain": ("q", "k", "v"),
+    "attention_kv": ("q", "k_cache", "v_cache", "lengths"),
+    "plan_kv": ("q", "k_cache", "v_cache", "lengths"),
+    "check_kv": ("q", "k_cache", "v_cache", "lengths"),
+    "explain_kv": ("q", "k_cache", "v_cache", "lengths"),
+    "append_kv": ("k_new", "v_new", "k_cache", "v_cache", "lengths"),
+    "attention_mla": ("q", "cache"),
+}
+
+
+def test_these_are_all_functions_of_q_and_more_tensors() -> None:
+    functions = {name: getattr(tilewise, name) for name in tilewise.__all__}
+    found = {
+        name for name, x in functions.items() if inspect.isfunction(x) and "backend" in inspect.signature(x).parameters
+    }
+    assert found - {"warmup"} <= set(REQUIRED)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_missing_tensors_are_named(name: str) -> None:
+    """Whatever was given before them; help() shows that they have no default."""
+    function, names = getattr(tilewise, name), REQUIRED[name]
+    own = [x for x in inspect.signature(function).parameters.values() if x.default is inspect.Parameter.empty]
+    assert tuple(x.name for x in own if x.kind is x.POSITIONAL_OR_KEYWORD) == names
+    is_cache = name == "attention_mla"
+    tokens = PACKED if name == "attention_varlen" else torch.randn(1, 8, 1, 576) if is_cache else Q
+    given = [CU if x.startswith("cu") else tokens for x in names]
+    for n in range(len(names)):
+        with pytest.raises(AttentionError, match=f"({'|'.join(names[n:])}): found nothing; expected "):
+            function(*given[:n])
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -38,7 +74,8 @@ def torch_block_mask() -> Any:
         (lambda: attention_varlen(query=PACKED), "found query=; expected q="),
         (lambda: attention(Q, Q), "v: found nothing; expected a torch.Tensor"),
         (lambda: attention_varlen(PACKED, PACKED, PACKED, CU), "cu_seqlens_k: found nothing.*give cu_seqlens_q"),
-        (lambda: attention(Q, Q, Q, backend="hopper"), "found torch.float32; float16 and bfloat16 are supported"),
+        (lambda: attention(Q, Q, Q, backend="hopper"), "found the tensors are on cpu; expected backend='auto'"),
+        (lambda: attention(Q.double(), Q.double(), Q.double(), backend="triton"), "the tensors are on the cpu"),
         (lambda: attention(Q, Q, Q, score_mod=BLOCKS), "score_mod: found a block mask; expected it as mask_mod="),
         (lambda: attention(Q, Q, Q, bias=BLOCKS), "bias: found BlockMask; .*block masks as mask_mod="),
         (lambda: attention(Q, Q, Q, block_mask=BLOCKS), "found block_mask=; expected mask_mod="),
@@ -148,7 +185,7 @@ def test_functions_of_other_libraries_are_pointed_to(name, module):
 
 def test_dir_lists_the_public_names():
     code = "import tilewise; print(*dir(tilewise)); assert all(hasattr(tilewise, name) for name in dir(tilewise))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    found = python("-c", code).stdout.split()
     assert found == sorted(tilewise.__all__)
     assert {"distributed", "compat", "replaces_sdpa", "weights"} <= set(found)
 

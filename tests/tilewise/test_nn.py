@@ -39,6 +39,7 @@ def run(module: nn.Module, inputs: list[Tensor], **options: Any) -> list[Tensor]
     return [out, *([] if weights is None else [weights]), *grads]
 
 
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # of torch's module
 @pytest.mark.parametrize("sizes", [{}, {"kdim": 12, "vdim": 20}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_equals_torchs(sizes, batch_first):
@@ -109,6 +110,7 @@ def test_parameters_are_drawn_as_torchs_are():
     assert ours.in_proj_weight.std() > 0.1
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")  # torch says that it sees it
 def test_transformer_encoder_uses_it(monkeypatch):
     """Torch would otherwise skip the module in evaluation, and pack padded batches into nested tensors."""
     torch.manual_seed(0)

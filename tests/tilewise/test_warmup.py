@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compiling import environment
+from tests.forks import environment
 from tilewise.errors import AttentionError
 from tilewise.warmup import Kind, kinds_of, requests, warmup
 

@@ -65,10 +65,13 @@ def test_other_missing_modules_are_not_explained_away(monkeypatch):
         cli.main(["demo"])
 
 
-def test_python_dash_m():
-    command = [sys.executable, "-m", "tilewise_lab", "--version"]
+def test_the_version_is_said_without_importing_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "tilewise_lab", "--version"]
     said = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, check=True)
     assert said.stdout == f"tilewise {tilewise.__version__}\n"
+    imported = {line.rpartition("|")[2].strip() for line in said.stderr.splitlines()}
+    assert "tilewise_lab" in imported
+    assert not imported & {"torch", "tilewise"}
 
 
 @pytest.mark.parametrize(

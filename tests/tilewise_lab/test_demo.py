@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import math
 import re
+from argparse import ArgumentParser
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -90,6 +92,18 @@ def test_a_busy_machine_is_said(load, said, capsys, tmp_path):
     report.show(results, tmp_path / "page.html")
     assert ("of a busy machine" in capsys.readouterr().out) is said
     assert ("of a busy machine" in page.render(results)) is said
+
+
+def test_it_ends_with_commands_to_try_next(capsys, tmp_path):
+    results = made_up({name: [2**20, 2**21, 2**22] for name in CONTENDERS})
+    report.show(results, tmp_path / "page.html")
+    *_, last = capsys.readouterr().out.partition("What to try next:\n")
+    assert [" ".join(line.split("  ")[1].split()[1:]) for line in last.splitlines()] == [*report.NEXT]
+    for name, *arguments in map(str.split, report.NEXT):
+        if name != "--help":
+            parser = ArgumentParser(exit_on_error=False)
+            import_module(cli.COMMANDS[name].module).configure(parser)
+            parser.parse_args(arguments)
 
 
 def test_contenders_agree():

@@ -31,7 +31,10 @@ def options_of(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
 ) -> dict[str, Any]:
-    """The options of `tilewise.attention`. A window of -1 is unbounded, a softcap of 0 none."""
+    """The options of `tilewise.attention`. A window of -1 is unbounded, a softcap of 0 none. flash-attn converts a
+    window that is a tensor of two integers, which waits for a GPU that holds it."""
+    if isinstance(window_size, Tensor) and tuple(window_size.shape) == (2,) and not window_size.is_floating_point():
+        window_size = tuple(window_size.tolist())
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not pair or not all(side is None or is_whole(side) for side in window_size):
         raise AttentionError("window_size", shown(window_size), "(left, right), two ints, -1 for no bound")

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..api import attention, attention_varlen
 from ..errors import AttentionError, shown
 from ..integrations.kv_steps import Plans
-from ..merge import merge
+from ..merging import merge
 from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
 from ..validation.dense import tensor

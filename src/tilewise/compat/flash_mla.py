@@ -23,7 +23,7 @@ from ..errors import AttentionError
 from ..kv_cache import attention_kv, plan_kv
 from ..kv_formats import BYTES, LATENT
 from ..kv_request import KvPlan
-from ..merge import merge
+from ..merging import merge
 from ..mla import MlaArguments, by_query, mla_arguments
 from ..validation.dense import tensor
 
@@ -119,12 +119,13 @@ def flash_mla_with_kvcache(
         call = mla_arguments(q, k_cache, topk_length, indices)
         options |= {"causal": False}
     _plan(meta, call, options, (q.shape, k_cache.shape[1:], k_cache.dtype, causal, indices is None))
-    out, lse = _attend(call, options | {"plan": meta.plan}, q)
+    exact = attn_sink is not None or extra_k_cache is not None  # rounded once, at the end
+    out, lse = _attend(call, options | {"plan": meta.plan}, q, exact)
     if extra_k_cache is not None:
         _check(head_dim_v, extra_k_cache, is_fp8_kvcache, "extra_k_cache")
         extra = mla_arguments(q, extra_k_cache, extra_topk_length, extra_indices_in_kvcache)
-        out, lse = merge((out, lse), _attend(extra, options, q), layout="bshd")
-    return _with_sink(out, lse, attn_sink), lse.masked_fill(lse == -torch.inf, torch.inf)
+        out, lse = merge((out, lse), _attend(extra, options, q, exact), layout="bshd")
+    return _with_sink(out, lse, attn_sink).to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 def flash_mla_sparse_fwd(
@@ -174,9 +175,10 @@ def flash_mla_sparse_fwd(
         return_lse=True,
         return_max_logit=True,
         backend=backend,
+        out=None if attn_sink is None else _exact_out(call),
     )
-    out, lse = out[:, 0], lse[..., 0]
-    out = _with_sink(out[:, None], lse[..., None], attn_sink)[:, 0]
+    lse = lse[..., 0]
+    out = _with_sink(out, lse[..., None], attn_sink)[:, 0].to(q.dtype)
     return out, most, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
@@ -216,14 +218,20 @@ def _check_dense(table: Any, lengths: Any, *of_indices: Any) -> None:
 def _plan(meta: FlashMLASchedMeta, call: MlaArguments, options: dict[str, Any], config: tuple[Any, ...]) -> None:
     """Makes the plan at the first call."""
     if meta.config is None:
-        meta.plan = plan_kv(*call[:4], **call.options, **options)
+        meta.plan = plan_kv(call.q, call.k, call.v, call.lengths, **call.options, **options)
         meta.config = config
     elif meta.config != config:
         raise AttentionError("shapes, dtype and causal", config, f"{meta.config}: {SAME}")
 
 
-def _attend(call: MlaArguments, options: dict[str, Any], q: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = attention_kv(*call[:4], **call.options, **options, return_lse=True)
+def _exact_out(call: MlaArguments) -> Tensor:
+    """Memory for a result that is not rounded to a 16-bit dtype."""
+    return call.q.new_empty((*call.q.shape[:-1], LATENT), dtype=torch.promote_types(call.q.dtype, torch.float32))
+
+
+def _attend(call: MlaArguments, options: dict[str, Any], q: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+    out = _exact_out(call) if exact else None
+    out, lse = attention_kv(call.q, call.k, call.v, call.lengths, **call.options, **options, return_lse=True, out=out)
     return (out.view(*q.shape[:3], LATENT), by_query(lse, q)) if call.options else (out, lse)
 
 
@@ -234,4 +242,4 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
     if tuple(tensor("attn_sink", sink).shape) != (out.shape[2],):
         raise AttentionError("shape of attn_sink", tuple(sink.shape), f"({out.shape[2]},), one for each head")
     factor = torch.sigmoid((lse - sink[:, None]).nan_to_num(0.0, torch.inf, -torch.inf)).transpose(1, 2)[..., None]
-    return (out * factor).to(out.dtype)
+    return out * factor

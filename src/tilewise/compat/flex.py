@@ -28,11 +28,11 @@ from ..errors import AttentionError, shown
 from ..mods import PROGRAMS, BlockMask, Mod
 from ..mods.bands import split
 from ..mods.blocks import listed
-from ..mods.expr import SCORE, Expr, as_bool, as_float, const, load, nodes, substitute
-from ..mods.modifier import PAIR, Modifier, mask_mod
+from ..mods.expr import SCORE, Expr, const, load, nodes, substitute
+from ..mods.modifier import PAIR, Modifier, mask_mod, result
+from ..mods.outside import is_callable_object, name_of
 from ..mods.program import Program, combine_masks, register
-from ..mods.snapshot import is_callable_object, name_of
-from ..mods.trace import trace
+from ..mods.trace import trace_as_is
 from ..request import FAR, LIMIT
 from ..torch_internals import version_of
 from ..validation.dense import tensor
@@ -202,8 +202,8 @@ def _traced(function: Any, kind: str) -> Mod:
     """The mod of a function that contains more than a mod may: tuples, loops, an `if` over numbers. It is traced at
     every call: what it depends on is not known."""
     values = [*([SCORE] if kind == "score" else []), *PAIR]
-    root, tensors = trace(function, values)
-    root = as_float(root) if kind == "score" else as_bool(root)
+    root, tensors = trace_as_is(function, values)
+    root = result(kind, root, name_of(function))
     key = register(Program(root, tuple(x.dim() for x in tensors), 0))
     return Mod(kind, key, tuple(tensors), (), name_of(function))
 

@@ -242,8 +242,8 @@ class RotaryEmbedding(torch.nn.Module):
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         return self.base ** (-torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
-    def tables(self, n: int, like: Tensor) -> tuple[Tensor, ...]:
-        """cos and sin of queries and of keys for at least n positions, kept from call to call."""
+    def _tables_of(self, n: int, like: Tensor) -> tuple[Tensor, ...]:
+        """cos and sin of queries and of keys for at least n positions, kept from call to call: for this module."""
         known = self._tables
         if known is not None and (known[0].device, known[0].dtype) == (like.device, like.dtype):
             usable = not (self.training and known[0].is_inference())
@@ -289,7 +289,7 @@ class RotaryEmbedding(torch.nn.Module):
             raise AttentionError("max_seqlen", None, "an int, where seqlen_offset is a tensor")
         if n is None and self._tables is not None:
             n = self._tables[0].shape[0]
-        cos, sin, cos_k, sin_k = self.tables(n or 0, qkv)
+        cos, sin, cos_k, sin_k = self._tables_of(n or 0, qkv)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)

@@ -45,7 +45,7 @@ class SeqInfo:
         """
         if not isinstance(lengths, Sequence) or not all(is_whole(n) and n >= 0 for n in lengths):
             raise AttentionError("lengths of an attn_bias", shown(lengths), "a list of ints")
-        sizes = torch.tensor(list(lengths), dtype=torch.int32)
+        sizes = torch.tensor(list(lengths), dtype=torch.int32, device="cpu")
         whole = sizes if padding is None else torch.full_like(sizes, padding)
         starts = pad(whole.cumsum(0, dtype=torch.int32), (1, 0))
         return SeqInfo(starts, starts.tolist(), None if padding is None else sizes)

@@ -5,8 +5,8 @@ q, k, v = plan.shard(q, k, v)
 out = tilewise.distributed.attention(q, k, v, plan=plan)
 """
 
-from tilewise.distributed.api import attention, current, rehearse, use
-from tilewise.distributed.plan import Plan, plan
-from tilewise.distributed.probe import check
+from .api import attention, current, rehearse, use
+from .plans import Plan, plan
+from .probe import check
 
 __all__ = ["Plan", "attention", "check", "current", "plan", "rehearse", "use"]

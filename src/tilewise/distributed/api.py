@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Unpack
@@ -10,26 +11,31 @@ import torch
 from torch import Tensor
 
 from ..api import returned
+from ..call.fields import ATTENTION
+from ..call.options import Options
 from ..errors import AttentionError, shown
 from ..mods.blocks import BlockMask
-from ..options import Options, takes_options
 from ..request import Request, band
+from ..torch_internals import inherit, inherited
 from ..validation import dense as checks
 from . import ops
-from .plan import Plan
+from .plans import Plan
 
-_in_use: list[Plan | None] = []  # of the process, not of a thread: autograd runs backwards in other threads
+_thread = threading.local()  # `plans`: those in use; torch.compile traces this, and not a ContextVar
+IN_USE = "tilewise.distributed.use"  # for autograd's threads, in which checkpointed layers run again
 
 
 @contextmanager
 def use(plan: Plan | None) -> Iterator[Plan | None]:
-    """Makes a plan the current one: `attention` uses it if it gets none, and so do the adapters of models.
+    """Makes a plan the current one of this thread: `attention` uses it if it gets none, and so do the adapters of
+    models.
 
         with tilewise.distributed.use(plan):
             logits = model(plan.shard(tokens), position_ids=plan.positions()[None])
             loss(logits, plan.labels(tokens)).backward()
 
-    Call the backward inside if layers are checkpointed, since they compute attention again. `use(None)` is for a part
+    Call the backward inside if layers are checkpointed, since they compute attention again; autograd's threads have the
+    plan of the thread that calls it. `use(None)` is for a part
     of a model that is not sharded, such as a vision tower.
 
     Args:
@@ -38,23 +44,34 @@ def use(plan: Plan | None) -> Iterator[Plan | None]:
     Yields:
         The plan.
     """
-    _in_use.append(plan)
+    outer = getattr(_thread, "plans", ())
+    _set((*outer, plan))
     try:
         yield plan
     finally:
-        _in_use.pop()
+        _set(outer)
+
+
+def _set(plans: tuple[Plan | None, ...]) -> None:
+    _thread.plans = plans
+    if not torch.compiler.is_compiling():
+        inherit(IN_USE, plans[-1] if plans else None)
 
 
 def current() -> Plan | None:
     """The plan that `attention` uses if it gets none.
 
     Returns:
-        The plan of the innermost `use`, or None.
+        The plan of the innermost `use` of this thread, or None.
     """
-    return _in_use[-1] if _in_use else None
+    plans: tuple[Plan | None, ...] = getattr(_thread, "plans", ())
+    if plans or torch.compiler.is_compiling():
+        return plans[-1] if plans else None
+    found: Plan | None = inherited(IN_USE)
+    return found
 
 
-@takes_options
+@ATTENTION.shown
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, plan: Plan | None = None, layout: str = "bshd", **options: Unpack[Options]
 ) -> Any:
@@ -106,7 +123,7 @@ def attention(
     return returned(out, others, options)
 
 
-@takes_options
+@ATTENTION.shown
 def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[Options]) -> Any:
     """Computes attention of all ranks of a plan in this process, with every message: for tests, and to try a plan
     without a cluster.
@@ -143,7 +160,7 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
 
 def _request(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Options, *, tokens: int) -> Request:
     """The checked request of a call on `tokens` of the plan's tokens."""
-    options = checks.options_of(given)
+    options = ATTENTION.completed(given)
     own = band(options["causal"], options["window"])
     if own not in ((None, None), plan.band):
         raise AttentionError(

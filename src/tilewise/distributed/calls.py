@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -11,25 +10,30 @@ from torch import Tensor
 
 from ..mods import PROGRAMS
 from ..request import Request, Spec
-from .layout import cacheable, merge_ranges, starts
+from .layout import merge_ranges, starts
 from .partition import Partition
 from .tiles import Call, Tile
 
 
 class Rows(NamedTuple):
-    """Ranges of rows, of `total` rows."""
+    """Ranges of rows, of `total` rows. `indices`: the rows on the device of the tensors, None if there is one range."""
 
     ranges: tuple[tuple[int, int], ...]
     total: int
+    indices: Tensor | None = None
 
     @staticmethod
-    def of(ranges: Sequence[tuple[int, int]], total: int) -> Rows:
+    def of(ranges: Sequence[tuple[int, int]], total: int, device: torch.device | str = "cpu") -> Rows:
         """Adjacent ranges become one.
 
-        >>> Rows.of([(0, 2), (2, 5), (7, 8)], 9).ranges
-        ((0, 5), (7, 8))
+        >>> Rows.of([(0, 2), (2, 5), (7, 8)], 9)
+        Rows(ranges=((0, 5), (7, 8)), total=9, indices=tensor([0, 1, 2, 3, 4, 7]))
         """
-        return Rows(merge_ranges(ranges), total)
+        merged = merge_ranges(ranges)
+        if len(merged) == 1:
+            return Rows(merged, total)
+        indices = torch.cat([torch.arange(0, device="cpu"), *(torch.arange(a, b, device="cpu") for a, b in merged)])
+        return Rows(merged, total, indices.to(device))
 
     @property
     def is_all(self) -> bool:
@@ -39,31 +43,21 @@ class Rows(NamedTuple):
         """x[rows]; a view of x if there is one range."""
         if self.is_all:
             return x
-        if len(self.ranges) == 1:
-            a, b = self.ranges[0]
-            return x.narrow(dim, a, b - a)
-        return x.index_select(dim, self.indices(x.device))
+        if self.indices is not None:
+            return x.index_select(dim, self.indices)
+        a, b = self.ranges[0]
+        return x.narrow(dim, a, b - a)
 
     def add(self, total: Tensor, part: Tensor, dim: int = 1) -> None:
         """total[rows] += part"""
-        if len(self.ranges) == 1:
+        if self.indices is None:
             self.take(total, dim).add_(part)
         elif self.ranges:
-            total.index_add_(dim, self.indices(total.device), part)
-
-    def indices(self, device: torch.device) -> Tensor:
-        """The rows as a tensor of indices."""
-        return _index(self.ranges, device)
-
-
-@lru_cache(4096)
-@cacheable
-def _index(ranges: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in ranges)]).to(device)
+            total.index_add_(dim, self.indices, part)
 
 
 class AttentionCall(NamedTuple):
-    """One call of a plan, without its tensors: found once, for all layers and steps."""
+    """One call of a plan, without its q, k and v: found once, for all layers and steps."""
 
     queries: Rows  # of q
     keys: Rows  # of k and v
@@ -100,11 +94,10 @@ def attention_calls(
         return []
     terms = needs_positions(whole, plan), whole.bias is not None
     shape = batch, n_q, whole.k.shape[1], first_head
-    return _calls(plan, ring_rank, sources, whole.spec, terms, shape, whole.q.device)
+    given = ring_rank, sources, whole.spec, terms, shape, whole.q.device
+    return plan.tensors.get(("calls", *given), whole.q.device, lambda: _calls(plan, *given))
 
 
-@lru_cache(4096)
-@cacheable
 def _calls(
     plan: Partition,
     ring_rank: int,
@@ -118,8 +111,8 @@ def _calls(
     batch, n_q, n_k, first_head = shape
     found = []
     for tiles in plan.calls(ring_rank, sources, positions, biased):
-        queries = Rows.of([(x.q0, x.q1) for x in tiles], n_q)
-        keys = Rows.of([(x.k0, x.k1) for x in tiles], n_k)
+        queries = Rows.of([(x.q0, x.q1) for x in tiles], n_q, device)
+        keys = Rows.of([(x.k0, x.k1) for x in tiles], n_k, device)
         before, after = tiles[0].window
         cu_q, cu_k = _cu_seqlens(tiles, device) if len(tiles) > 1 else (None, None)
         position_offsets = _position_offsets(plan, tiles, first_head, batch, device) if positions else None
@@ -146,7 +139,7 @@ def _columns(plan: Partition, tile: Tile) -> slice:
 
 
 def _cu_seqlens(tiles: Call, device: torch.device) -> tuple[Tensor, Tensor]:
-    lengths = torch.tensor([(0, 0), *((x.q1 - x.q0, x.k1 - x.k0) for x in tiles)], dtype=torch.int32)
+    lengths = torch.tensor([(0, 0), *((x.q1 - x.q0, x.k1 - x.k0) for x in tiles)], dtype=torch.int32, device="cpu")
     ends = lengths.cumsum(0, dtype=torch.int32).to(device)
     return ends[:, 0].contiguous(), ends[:, 1].contiguous()
 
@@ -173,17 +166,16 @@ def merge_(out: Tensor, lse: Tensor, rows: Rows, out_part: Tensor, lse_part: Ten
     if out.is_cuda and out.dtype == torch.float32:
         from ..backends.common.merge_kernel import join_
 
-        index = None if len(rows.ranges) == 1 else rows.indices(out.device)
-        join_(out, lse, out_part, lse_part, rows.ranges[0][0], index)
+        join_(out, lse, out_part, lse_part, rows.ranges[0][0], rows.indices)
         return
     own_out, own_lse = rows.take(out), rows.take(lse, 2)
     # the part's share of the weights: exp(lse_part) / (exp(lse) + exp(lse_part)); 0 where both are -inf
     share = (lse_part - own_lse).sigmoid_().masked_fill_(lse_part == -torch.inf, 0.0)
     own_out.lerp_(out_part, share.mT[..., None])
     torch.logaddexp(own_lse, lse_part, out=own_lse)
-    if len(rows.ranges) > 1:  # then `take` has copied
-        out.index_copy_(1, rows.indices(out.device), own_out)
-        lse.index_copy_(2, rows.indices(lse.device), own_lse)
+    if rows.indices is not None:  # then `take` has copied
+        out.index_copy_(1, rows.indices, own_out)
+        lse.index_copy_(2, rows.indices, own_lse)
 
 
 def accumulate(total: Tensor | None, like: Tensor, rows: Rows, part: Tensor) -> Tensor:

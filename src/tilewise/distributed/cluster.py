@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -95,6 +96,68 @@ def run(group: Any, steps: Any, device: torch.device) -> Any:
         for number in list(pending):
             _finish(pending.pop(number))
         return stop.value
+
+
+def compare(
+    group: Any, what: str, names: Sequence[str], values: Sequence[Any] | None, device: torch.device | None = None
+) -> None:
+    """Raises on every rank unless the values are the same on all ranks, which exchange a hash of each.
+
+    Args:
+        what: of what they are, such as "of a plan".
+        names: of the values, the same on all ranks.
+        values: None if this rank is about to raise an error of its own.
+        device: a GPU, for a group that sends nothing from a CPU. Default: the current one.
+
+    Raises:
+        AttentionError: values differ, or another rank has an error.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if ranks == 1:
+        return
+    if "cpu:" in dist.get_backend_config(group):
+        device = torch.device("cpu")
+    elif device is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    own = [_hash(x) for x in (values or [None] * len(names))]
+    each = [torch.empty(1 + len(names), dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(each, torch.tensor([values is not None, *own], device=device), group=group)
+    found = [x.tolist() for x in each]
+    if values is None or all(x == found[rank] for x in found):
+        return
+    failed = [r for r in range(ranks) if not found[r][0]]
+    if failed:
+        raise AttentionError(f"arguments {what}", f"an error on rank {_numbers(failed)}", "none: that rank says why")
+    wrong = [n for n in range(len(names)) if len({x[1 + n] for x in found}) > 1]
+    others = [r for r in range(ranks) if found[r] != found[rank]]
+    raise AttentionError(
+        f"{', '.join(names[n] for n in wrong)} {what}",
+        f"{', '.join(shown(values[n]) for n in wrong)} on rank {rank}, and something else on rank {_numbers(others)}",
+        "the same on all ranks of the group",
+    )
+
+
+def _hash(value: Any) -> int:
+    """The same in every process."""
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest(), "big")
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+COMPARED_CALLS = 256  # of a group: those of a model's first step
+_compared: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how many calls of each group have been compared
+
+
+def compare_call(group: Any, names: Sequence[str], values: Callable[[], Sequence[Any]], device: torch.device) -> None:
+    """`compare` for one of the first calls of a group: all ranks make the same number of them."""
+    count = 0 if group is None else _compared.get(group, 0)
+    if group is None or count >= COMPARED_CALLS:
+        return
+    _compared[group] = count + 1
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        compare(group, "of a call of distributed.attention", names, values(), device)
 
 
 def maximum(group: Any, x: Tensor) -> Tensor:

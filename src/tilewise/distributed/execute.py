@@ -138,7 +138,12 @@ class _Work:
 
     def rows_sent(self, peer: int) -> Rows:
         """The rows of this rank's keys that a peer which gathers keys receives."""
-        return Rows.of(self.plan.rows_sent(peer, self.ring_rank), self.plan.rows(self.ring_rank))
+        plan, rank, device = self.plan, self.ring_rank, self.request.q.device
+        return plan.tensors.get(
+            ("rows sent", peer, rank),
+            device,
+            lambda: Rows.of(plan.rows_sent(peer, rank), plan.rows(rank), device),
+        )
 
     def keys_of(self, sources: tuple[int, ...]) -> Pair:
         """k and v of some ring ranks, as `Partition.key_runs` orders them."""
@@ -234,7 +239,7 @@ class Backward(_Work):
     ) -> None:
         super().__init__(plan, ulysses, request, saved.q, (saved.k, saved.v))
         self.bwd_inputs = bwd_inputs
-        self.last: tuple[tuple[Rows, bool], BackwardInputs] | None = None  # what `bwd_inputs_of` returned last
+        self.last: tuple[tuple[Any, bool], BackwardInputs] | None = None  # what `bwd_inputs_of` returned last
         self.dq = _zeros(saved.q, self.dtype)
         self.is_first = True
         self.dkv: dict[int, Pair] = {}  # by ring rank
@@ -261,14 +266,14 @@ class Backward(_Work):
 
     def bwd_inputs_of(self, rows: Rows, is_packed: bool) -> BackwardInputs:
         """Of these rows; the last one is kept, since the next call often has the same rows."""
-        if self.last is None or self.last[0] != (rows, is_packed):
+        if self.last is None or self.last[0] != (rows.ranges, is_packed):
             out, lse, dout, dlse = self.bwd_inputs
             if not rows.is_all:
                 out, lse, dout = rows.take(out), rows.take(lse, 2).contiguous(), rows.take(dout)
                 dlse = None if dlse is None else rows.take(dlse, 2).contiguous()
             if is_packed:
                 out, lse, dout, dlse = out[0], lse[0], dout[0], None if dlse is None else dlse[0]
-            self.last = (rows, is_packed), prepare_backward_inputs(BackwardInputs(out, lse, dout, dlse))
+            self.last = (rows.ranges, is_packed), prepare_backward_inputs(BackwardInputs(out, lse, dout, dlse))
         return self.last[1]
 
     def add_terms(self, call: AttentionCall, call_plan: CallPlan, request: Request, bwd_inputs: BackwardInputs) -> None:

@@ -149,7 +149,7 @@ def _cut(
         k = min(ranks, max(1, -int(-load // limit)))
         parts += [(load / k, d, m, k) for m in range(k)]
     shards: list[list[Run]] = [[] for _ in range(ranks)]
-    loads = torch.zeros(2, ranks, dtype=torch.float64)
+    loads = torch.zeros(2, ranks, dtype=torch.float64, device="cpu")
     for _, d, m, k in sorted(parts, key=lambda x: -x[0]):
         after = torch.maximum(loads[0] + work[d] / k, loads[1] + tokens[d] / k)
         r = int(after.add_(loads[0] + loads[1], alpha=1e-6).argmin())
@@ -266,15 +266,15 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ..
 
 
 def token_index(shard: Shard, lengths: Sequence[int]) -> Tensor:
-    """The indices in the stream of a shard's tokens, in the shard's order."""
+    """The indices in the stream of a shard's tokens, in the shard's order, on the CPU."""
     begins = starts(lengths)
-    return torch.cat([torch.arange(0), *(begins[run.document] + _positions(run) for run in shard)])
+    return torch.cat([torch.arange(0, device="cpu"), *(begins[run.document] + _positions(run) for run in shard)])
 
 
 def positions(shard: Shard) -> Tensor:
-    """The positions of a shard's tokens within their documents."""
-    return torch.cat([torch.arange(0), *map(_positions, shard)])
+    """The positions of a shard's tokens within their documents, on the CPU."""
+    return torch.cat([torch.arange(0, device="cpu"), *map(_positions, shard)])
 
 
 def _positions(run: Run) -> Tensor:
-    return run.start + run.step * torch.arange(run.size)
+    return run.start + run.step * torch.arange(run.size, device="cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..request import ARGUMENTS, SCHEMA, Request, Spec, arguments, num_differentiable, request_from_arguments
 from . import cluster, execute
 from .execute import Saved
-from .plan import PLANS, Plan
+from .plans import COMPARED, Plan, compared, described, plan_of
 from .ulysses import Ulysses
 
 _library = torch.library.Library("tilewise_distributed", "DEF")
@@ -24,11 +24,31 @@ _library.define(
 )
 
 
+COMPARED_OF_CALL = (
+    *COMPARED,
+    *("batch, heads and dim", "dtype", "scale", "score_mod", "mask_mod", "dropout_p", "return_max_logit"),
+    *("bias", "sinks"),
+)
+
+
+def _compared(plan: Plan, request: Request) -> tuple[Any, ...]:
+    """The values that `COMPARED_OF_CALL` names. The seed is not one: a generator may give each rank its own."""
+    q, k, v, spec, bias = request.q, request.k, request.v, request.spec, request.bias
+    sizes = q.shape[0], *(tuple(x.shape[2:]) for x in (q, k, v))
+    score = described(spec.score_mod, spec.score_numbers, request.score)
+    mask = described(spec.mask_mod, spec.mask_numbers, request.mask)
+    biased = None if bias is None else (*bias.shape[:2], bias.shape[2] > 1, bias.shape[3], bias.dtype)
+    sinks = None if request.sinks is None else request.sinks.shape
+    options = q.dtype, spec.scale, score, mask, spec.dropout_p, spec.max_logit, biased, sinks
+    return *compared(plan), sizes, *options
+
+
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(*args: Any) -> list[Tensor]:
     """[out, lse], the largest score of each head if the call returns it, and with Ulysses the tensors of `Saved`:
     without it they are the inputs and results."""
-    plan, request = PLANS[int(args[ARGUMENTS])], request_from_arguments(*args[:ARGUMENTS])
+    plan, request = plan_of(args[ARGUMENTS]), request_from_arguments(*args[:ARGUMENTS])
+    cluster.compare_call(plan.group, COMPARED_OF_CALL, lambda: _compared(plan, request), request.q.device)
     with torch.no_grad():
         steps = execute.forward(plan, plan.rank, request)
         out, lse, saved, max_logit = cluster.run(plan.group, steps, request.q.device)
@@ -39,7 +59,7 @@ def _forward(*args: Any) -> list[Tensor]:
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, wanted: list[bool], *args: Any) -> list[Tensor]:
     """The gradients of q, k and v, and of the wanted terms."""
-    plan, request = PLANS[int(args[ARGUMENTS])], request_from_arguments(*args[:ARGUMENTS])
+    plan, request = plan_of(args[ARGUMENTS]), request_from_arguments(*args[:ARGUMENTS])
     kept = Saved(*saved) if plan.ulysses_size > 1 else Saved(*request[:3], *saved)
     with torch.no_grad():
         steps = execute.backward(plan, plan.rank, request, kept, dout, dlse, tuple(wanted))
@@ -61,7 +81,7 @@ def _forward_fake(*args: Any) -> list[Tensor]:
     if request.spec.max_logit:
         found.append(q.new_empty((q.shape[0], q.shape[2]), dtype=torch.float32))
     if ulysses_size > 1:
-        plan = PLANS[int(args[ARGUMENTS])]
+        plan = plan_of(args[ARGUMENTS])
         ulysses = Ulysses(plan, plan.rank, q.shape[2], k.shape[2])
         rows, share = plan.rows(ulysses.ring_rank), ulysses.own
         heads, kv_heads = share.q1 - share.q0, len(share.repeats) if share.repeats else share.c1 - share.c0
@@ -87,6 +107,7 @@ class Distributed(torch.autograd.Function):
         out, lse, *rest = torch.ops.tilewise_distributed.forward(*arguments(request), number, ulysses_size)
         max_logit, saved = rest[: int(spec.max_logit)], rest[int(spec.max_logit) :]
         ctx.number, ctx.spec, ctx.n = number, spec, len(tensors)
+        ctx.plan = None if torch.compiler.is_compiling() else plan_of(number)  # lives as long as the graph
         ctx.save_for_backward(*tensors, *(saved or (out, lse)))
         ctx.mark_non_differentiable(*max_logit)
         ctx.set_materialize_grads(False)

@@ -6,19 +6,40 @@ It has no tensors of the call and needs no GPU: it is executed, simulated, check
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..tensor_cache import TensorCache
 from .layout import LAYOUTS, Run, Shard, cacheable, merge_ranges, merge_runs
 from .tiles import Band, Call, Piece, count, fuse, group, pieces, strip, tiles
 
 STRATEGIES = ("ring", "allgather", "ulysses", "two-level", "halo", "tree")
 GATHERING = ("allgather", "halo")  # the strategies that send each rank all keys it needs in one exchange
 COUNTED_TOGETHER = 1 << 22  # pairs of runs in one tensor operation
+MIN_TENSOR_BYTES, TENSOR_BYTES_OF_TOKEN = 8 << 20, 64  # that a plan keeps: indices have 8 bytes for each token
+P = ParamSpec("P")
+T = TypeVar("T")
+Found = TypeVar("Found")
+
+
+def kept(function: Callable[Concatenate[Found, P], T]) -> Callable[Concatenate[Found, P], T]:
+    """Decorates a function of a partition and of hashable arguments: results are kept on the partition, as long as it
+    lives."""
+
+    @wraps(function)
+    def found(of: Found, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = function, args, *kwargs.items()
+        results: dict[Any, T] = of.results  # type: ignore[attr-defined]
+        if key not in results:
+            results[key] = function(of, *args, **kwargs)
+        return results[key]
+
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +67,16 @@ class Partition:
         what = f"{len(self.lengths)} documents, {self.tokens} tokens" if self.packed else f"{self.tokens} tokens"
         sizes = f" of {self.ulysses_size} x {self.ring_size}" if self.strategy == "two-level" else ""
         return f"<plan: {what} on {self.ranks} ranks, {mask}, {self.strategy}{sizes}, {self.layout}>"
+
+    @cached_property
+    def results(self) -> dict[Any, Any]:
+        """Of functions that are `kept`."""
+        return {}
+
+    @cached_property
+    def tensors(self) -> TensorCache:
+        """What calls need of this partition on a device."""
+        return TensorCache(max(MIN_TENSOR_BYTES, TENSOR_BYTES_OF_TOKEN * self.tokens))
 
     @property
     def tokens(self) -> int:
@@ -88,7 +119,7 @@ class Partition:
         size = self.queries if step == 1 else 1
         return [Piece(n, Run(0, first + n, step, size)) for n in range(0, self.queries, size)]
 
-    @lru_cache(1 << 16)  # noqa: B019 - plans are few, and dropped together
+    @kept
     def rows_sent(self, to: int, source: int) -> tuple[tuple[int, int], ...]:
         """The ranges of rows that `source` sends to another ring rank when keys are gathered: with "halo" those that
         it sees, else all."""
@@ -97,6 +128,21 @@ class Partition:
             return ((0, n),) if n else ()
         visible = tiles(self.query_pieces(to), pieces(self.ring_shards[source]), self.band)
         return merge_ranges(sorted((x.k0, x.k1) for x in visible))
+
+    def received(self, rank: int) -> int:
+        """An upper bound of the keys that a rank receives if it gathers those that it sees: of each document from the
+        first to the last, or the reach of the band beside each of its runs."""
+        (before, after), total = self.band, 0
+        for document, runs in itertools.groupby(self.shards[rank], lambda run: run.document):
+            of = list(runs)
+            n = self.lengths[document]
+            first = 0 if before is None else max(0, of[0].start - before)
+            last = n if after is None else min(n, max(run.start + run.step * (run.size - 1) for run in of) + after + 1)
+            found = last - first - sum(run.size for run in of)
+            if before is not None and after is not None:
+                found = min(found, len(of) * (before + after))
+            total += found
+        return total
 
     def gathers(self, ring_rank: int, sources: Sequence[int]) -> bool:
         """Whether the keys of these sources are gathered into one tensor, sorted by position."""
@@ -117,7 +163,7 @@ class Partition:
                 sent += b - a
         return sorted(found, key=lambda x: x[2]) if gathers else found
 
-    @lru_cache(4096)  # noqa: B019
+    @kept
     def calls(self, ring_rank: int, sources: tuple[int, ...], positions: bool, biased: bool) -> list[Call]:
         """The calls of a ring rank's queries with the keys of some sources, in rows as `key_runs` orders them.
 
@@ -139,7 +185,7 @@ class Partition:
         alike: dict[tuple[int, int], list[int]] = {}
         for document in queries.keys() & keys.keys():
             alike.setdefault((len(queries[document]), len(keys[document])), []).append(document)
-        total = torch.zeros(n * n, dtype=torch.int64)
+        total = torch.zeros(n * n, dtype=torch.int64, device="cpu")
         for (n_q, n_k), documents in alike.items():
             size = max(1, COUNTED_TOGETHER // (n_q * n_k))
             for some in (documents[a : a + size] for a in range(0, len(documents), size)):
@@ -154,7 +200,7 @@ class Partition:
     @cacheable
     def hops(self) -> list[int]:
         """How many hops the keys of each ring rank travel: to the last ring rank that sees some of them."""
-        rank = torch.arange(self.ring_size)
+        rank = torch.arange(self.ring_size, device="cpu")
         distance = (rank[:, None] - rank) % self.ring_size  # from the keys of a column to the queries of a row
         return [int(x) for x in torch.where(self.pairs > 0, distance, 0).amax(0)]
 
@@ -199,4 +245,4 @@ def _by_document(runs: Iterable[tuple[int, Run]]) -> dict[int, list[tuple[int, R
 def _columns(runs: list[list[tuple[int, Run]]], dim: int) -> Iterator[Tensor]:
     """Ring rank, start, size and step of the runs of several documents (equally many each), broadcast along `dim`."""
     rows = [[(ring_rank, run.start, run.size, run.step) for ring_rank, run in of] for of in runs]
-    return iter(torch.tensor(rows).unsqueeze(dim).unbind(-1))
+    return iter(torch.tensor(rows, device="cpu").unsqueeze(dim).unbind(-1))

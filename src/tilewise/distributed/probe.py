@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import AttentionError
 from .api import attention, use
 from .layout import starts
-from .plan import Plan, replan
+from .plans import Plan, replan
 
 
 class Report(NamedTuple):
@@ -70,7 +70,7 @@ def check(
             return Report(0.0, ())
         error = _compared(plan, sharded.float(), whole.float(), tolerance)
         generator = torch.Generator().manual_seed(seed)
-        perturbed = tuple(int(x) for x in torch.randint(plan.tokens, (probes,), generator=generator))
+        perturbed = tuple(int(x) for x in torch.randint(plan.tokens, (probes,), generator=generator, device="cpu"))
         for token in perturbed:
             _probe(plan, call, inputs, sharded, token, layers)
     return Report(error, perturbed)
@@ -139,7 +139,7 @@ def _attention(plan: Plan, seed: int, options: dict[str, Any]) -> tuple[Callable
         raise AttentionError("plan", type(plan).__name__, "one made by tilewise.distributed.plan")
     device = options.pop("device", None)
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(1, plan.tokens, 4, 64, generator=generator).to(device)
+    x = torch.randn(1, plan.tokens, 4, 64, generator=generator, device="cpu").to(device)
 
     def call(_plan: Plan, part: Tensor) -> Tensor:
         found: Tensor = attention(part, part[:, :, ::2], part[:, :, 1::2], **options)

@@ -12,10 +12,9 @@ each other. `execute` runs these steps; the simulator and the tests read them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
-from .partition import GATHERING, Partition
+from .partition import GATHERING, Partition, kept
 
 
 class Message(NamedTuple):
@@ -61,7 +60,7 @@ Step = Post | Compute | Wait | Merge
 HEADS_IN, HEADS_OUT = -1, 1 << 30  # numbers of the exchanges of heads: before and after all others
 
 
-@lru_cache(1024)
+@kept
 def schedule(plan: Partition, rank: int, backward: bool = False) -> list[Step]:
     """All steps of a rank, with the exchanges of heads.
 
@@ -75,7 +74,7 @@ def schedule(plan: Partition, rank: int, backward: bool = False) -> list[Step]:
     return [*first, *attention_schedule(plan, rank, backward), *last]
 
 
-@lru_cache(1024)
+@kept
 def attention_schedule(plan: Partition, rank: int, backward: bool = False) -> list[Step]:
     """The steps of a rank between the exchanges of heads."""
     if plan.strategy == "tree":

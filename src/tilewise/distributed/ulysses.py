@@ -8,14 +8,13 @@ repeats the KV heads, one for each query head.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cluster import Exchange
-from .layout import cacheable, even_splits, token_index
+from .layout import even_splits, token_index
 from .partition import Partition
 
 Exchanged = Generator[Exchange | int, None, list[Tensor]]
@@ -84,10 +83,10 @@ class Ulysses:
         own = sends[self.member]
         receives = [[x.new_empty((x.shape[0], count, *x.shape[2:])) for x in own] for count in self.counts]
         yield from self._all_to_all(number, sends, receives)
-        order = _order(self.plan, self.ring_rank, tensors[0].device)
+        order, _ = self._orders(tensors[0].device)
         found = [torch.cat(parts, 1).index_select(1, order) for parts in zip(*receives, strict=True)]
         if self.own.repeats is not None:
-            repeats = torch.tensor(self.own.repeats, device=order.device)
+            repeats = self._repeats(order.device)
             found[n - kv :] = [x.index_select(2, repeats) for x in found[n - kv :]]
         return found
 
@@ -98,7 +97,7 @@ class Ulysses:
             return list(tensors)
         n = len(tensors)
         tensors = [*tensors[: n - kv], *map(self._sum_repeats, tensors[n - kv :])]
-        rows = _order(self.plan, self.ring_rank, tensors[0].device).argsort().split(self.counts)
+        rows = self._orders(tensors[0].device)[1].split(self.counts)
         sends = [[x.index_select(1, r) for x in tensors] for r in rows]
         own = sends[self.member]
         receives = [
@@ -124,12 +123,25 @@ class Ulysses:
         )
         yield number
 
+    def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`_order` and its inverse."""
+
+        def made() -> tuple[Tensor, Tensor]:
+            order = _order(self.plan, self.ring_rank)
+            return order.to(device), order.argsort().to(device)
+
+        return self.plan.tensors.get(("orders", self.ring_rank), device, made)
+
+    def _repeats(self, device: torch.device) -> Tensor:
+        repeats = self.own.repeats
+        return self.plan.tensors.get(("repeats", repeats), device, lambda: torch.tensor(repeats, device=device))
+
     def _sum_repeats(self, x: Tensor) -> Tensor:
         """The gradient of KV heads from that of their repeats."""
         if self.own.repeats is None:
             return x
         total = x.new_zeros((*x.shape[:2], self.own.c1 - self.own.c0, *x.shape[3:]))
-        return total.index_add_(2, torch.tensor(self.own.repeats, device=x.device), x)
+        return total.index_add_(2, self._repeats(x.device), x)
 
     def _sum_shares(self, parts: Sequence[Tensor]) -> Tensor:
         """The gradient of all KV heads from the parts of the members."""
@@ -140,12 +152,10 @@ class Ulysses:
         return total
 
 
-@lru_cache(4096)
-@cacheable
-def _order(plan: Partition, ring_rank: int, device: torch.device) -> Tensor:
+def _order(plan: Partition, ring_rank: int) -> Tensor:
     """For each row of the group, its row in the concatenation of its ranks' rows."""
     members = range(ring_rank * plan.ulysses_size, (ring_rank + 1) * plan.ulysses_size)
     tokens = torch.cat([token_index(plan.shards[r], plan.lengths) for r in members])
-    place = torch.zeros(plan.tokens, dtype=torch.int64)
-    place[tokens] = torch.arange(len(tokens))
-    return place[token_index(plan.ring_shards[ring_rank], plan.lengths)].to(device)
+    place = torch.zeros(plan.tokens, dtype=torch.int64, device="cpu")
+    place[tokens] = torch.arange(len(tokens), device="cpu")
+    return place[token_index(plan.ring_shards[ring_rank], plan.lengths)]

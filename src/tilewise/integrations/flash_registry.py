@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
+from ..call.fields import ATTENTION
 from ..errors import AttentionError
 from ..request import Request, arguments
 from ..validation import dense as checks
@@ -89,6 +90,10 @@ def flash_forward(
 ) -> tuple[Any, ...]:
     """aten::_flash_attention_forward: (B, S, H, D), or packed (T, H, D) with offsets."""
     _check_no_cache(seqused_k=seqused_k, block_table=block_table)
+    packed = cum_seq_q is not None and cum_seq_k is not None
+    if num_splits not in (None, 0) and not (packed and num_splits == 1):  # keys of packed sequences are never split
+        expected = "None; or 1 with packed sequences (varlen_attn), whose keys are not split"
+        raise AttentionError("num_splits of torch's flash attention", num_splits, expected)
     state = _random(query, dropout_p)
     options: dict[str, Any] = _band(is_causal, window_size_left, window_size_right)
     options |= {"scale": scale, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "return_lse": True}
@@ -134,7 +139,7 @@ def flash_backward(
     options |= {"scale": scale, "dropout_p": dropout_p}
     if dropout_p:
         options["seed"] = rng_state.view(torch.int64)[0]
-    full = checks.options_of(options)  # type: ignore[arg-type]
+    full = ATTENTION.completed(options)  # type: ignore[arg-type]
     if cum_seq_q is None or cum_seq_k is None or not cum_seq_q.numel():
         request = checks.dense(query, key, value, full)
     else:
@@ -239,7 +244,7 @@ def cpu_backward(
 ) -> tuple[Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
     tensors, options = _cpu_options(query, key, value, dropout_p, is_causal, attn_mask, scale)
-    request = checks.dense(*tensors, checks.options_of(options))  # type: ignore[arg-type]
+    request = checks.dense(*tensors, ATTENTION.completed(options))  # type: ignore[arg-type]
     dq, dk, dv = _gradients(grad_out.transpose(1, 2), out.transpose(1, 2), logsumexp.contiguous(), request)
     unseen = key.shape[2] - dk.shape[1]
     dk, dv = (torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, unseen)) for x in (dk, dv))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..kv_warmup import StepLimits
+from ..torch_internals import version_of
 from .kv_steps import Memory, Step
 
 
@@ -41,19 +42,22 @@ def pool_of(cache: Any, layer: int) -> Pool | None:
 
 
 class Steps:
-    """The step of a cache that its layers share, by their group. transformers makes new indices for every step; a CUDA
-    graph that is captured after a run with the same indices has a step of its own."""
+    """The step of a cache that its layers share, by their group. transformers makes new indices for every step, or
+    writes those of the step before; a CUDA graph that is captured after a run with the same indices has a step of its
+    own."""
 
     def __init__(self, most_tokens: int) -> None:
         self.limits = StepLimits(most_tokens, most_tokens, most_tokens)
         self.memory: Memory = {}
         self.indices: Any = None
+        self.versions: list[int] = []
         self.steps: dict[tuple[int, bool], Step] = {}
 
     def of(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Step:
-        indices = named["read_index"]
-        if self.indices is not indices:
-            self.indices, self.steps = indices, {}
+        indices, table = named["read_index"], named.get("block_table")
+        versions = [version_of(x) for x in (*indices, *offsets, *(() if table is None else table))]
+        if self.indices is not indices or self.versions != versions:
+            self.indices, self.versions, self.steps = indices, versions, {}
         key = pool.group, pool.k.is_cuda and torch.cuda.is_current_stream_capturing()
         step = self.steps.get(key)
         if step is None:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import wraps
 from typing import Any
 
 import torch
@@ -224,44 +224,44 @@ def replace_sdpa(*, recognise: bool = False) -> None:
 def _replace(recognise: bool) -> Any:
     """Puts ours in torch's place; returns the function that ends it. What was there returns with the last one to end,
     in whatever order they do: threads may each have theirs, and all see the latest."""
-    own = [partial(scaled_dot_product_attention, recognise=True) if recognise else scaled_dot_product_attention]
+
+    @wraps(scaled_dot_product_attention)  # an object of its own: see `_put`
+    def own(*args: Any, recognise: bool = recognise, **options: Any) -> Tensor:
+        return scaled_dot_product_attention(*args, recognise=recognise, **options)
+
     with _LOCK:
         if not _ACTIVE:
-            old = functional.scaled_dot_product_attention
-            _BEFORE[:] = old, torch.backends.mha.get_fastpath_enabled(), list(_places(old))
+            _BEFORE[:] = functional.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
         _ACTIVE.append(own)
-        _put(own[0])
+        _PUT.append(own)
+        _put(own)
 
     def undo() -> None:
         with _LOCK:
             _ACTIVE[:] = [each for each in _ACTIVE if each is not own]
-            old, fused, _ = _BEFORE
-            _put(_ACTIVE[-1][0] if _ACTIVE else old)
+            old, fused = _BEFORE
+            _put(_ACTIVE[-1] if _ACTIVE else old)
             if not _ACTIVE:
+                _PUT.clear()
                 torch.backends.mha.set_fastpath_enabled(fused)
 
     return undo
 
 
 _LOCK = threading.Lock()
-_ACTIVE: list[list[Any]] = []  # of each replacement that has not ended, the function
-_BEFORE: list[Any] = []  # torch's function, whether its fused evaluation was on, and where the function was
+_ACTIVE: list[Any] = []  # of each replacement that has not ended, the function
+_PUT: list[Any] = []  # all functions that were put in torch's place since the first of these began
+_BEFORE: list[Any] = []  # torch's function, and whether its fused evaluation was on
 
 
 def _put(function: Any) -> None:
-    """Into every place that has torch's function, or one of ours."""
-    for space, name in _BEFORE[2]:
-        found = space.get(name)
-        if found is _BEFORE[0] or getattr(found, "func", found) is scaled_dot_product_attention:
-            space[name] = function
-
-
-def _places(function: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where modules have the function under a name: (their names, the name)."""
+    """Under every name by which a module has torch's function, or one that was put in its place. Modules are listed
+    each time: some are imported in between. Those that import `scaled_dot_product_attention` from tilewise keep it."""
+    others = {id(each) for each in (_BEFORE[0], *_PUT)}
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", None)
         if isinstance(space, dict) and getattr(module, "__name__", "") not in (__name__, "torch._C._nn"):
             for name, value in list(space.items()):
-                if value is function:
-                    yield space, name
+                if id(value) in others:
+                    space[name] = function

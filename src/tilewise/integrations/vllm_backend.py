@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from copy import copy
 from typing import Any, ClassVar
@@ -20,6 +19,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from .. import settings
 from ..errors import AttentionError
 from ..kv_warmup import AttentionLayer, StepLimits, compile_steps
 from ..mods.modifier import mask_mod
@@ -145,7 +145,7 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
         self.scale, self.sinks, self.kv_cache_dtype = float(scale), sinks, kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.stored = FLOAT8.get(kv_cache_dtype)
-        invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+        invariant = settings.batch_invariant()
         self.options: dict[str, Any] = {
             "causal": True,
             "alibi_slopes": None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),

@@ -5,9 +5,9 @@
 
 import torch
 
-from tilewise.mods import composed  # noqa: F401  # registers its functions
-from tilewise.mods.blocks import BlockMask, block_mask, block_mask_varlen, restored_block_mask
-from tilewise.mods.builtin import (
+from . import composed  # noqa: F401  # registers its functions
+from .blocks import BlockMask, block_mask, block_mask_varlen, restored_block_mask
+from .builtin import (
     alibi,
     block_diagonal,
     dilated_window,
@@ -19,9 +19,9 @@ from tilewise.mods.builtin import (
     t5_relative,
     window_with_globals,
 )
-from tilewise.mods.modifier import mask_mod, score_mod
-from tilewise.mods.program import PROGRAMS, Mod, Program, restored_mod
-from tilewise.mods.trees import prefix_tree, tree_positions
+from .modifier import mask_mod, score_mod
+from .program import PROGRAMS, Mod, Program, restored_mod
+from .trees import prefix_tree, tree_positions
 
 torch.serialization.add_safe_globals([restored_mod, restored_block_mask])  # for torch.load(..., weights_only=True)
 

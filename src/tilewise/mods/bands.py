@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tilewise.mods.expr import Expr, logic, negative
-from tilewise.mods.program import Mod, Program, register
-from tilewise.request import FAR
+from ..request import FAR
+from .expr import Expr, logic, negative
+from .program import Mod, Program, register
 
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.errors import AttentionError, shown
-from tilewise.mods.dropout import is_whole
-from tilewise.mods.expr import B, H, I, J, arithmetic, compare, const, load, logic
-from tilewise.mods.modifier import as_mod
-from tilewise.mods.program import Mod, Program, check_tables, register
-from tilewise.mods.tile_lists import (
+from ..errors import AttentionError, shown
+from ..request import Request, band
+from .dropout import is_whole
+from .expr import B, H, I, J, arithmetic, compare, const, load, logic
+from .modifier import as_mod
+from .program import Mod, Program, check_tables, register
+from .tile_lists import (
     Band,
     Lists,
     both_lists,
@@ -32,7 +33,6 @@ from tilewise.mods.tile_lists import (
     of_part,
     part_key,
 )
-from tilewise.request import Request, band
 
 LARGE = 128  # queries and keys of a tile that every kernel supports
 
@@ -133,7 +133,7 @@ class BlockMask(NamedTuple):
         if not is_whole(n_k) or n_k < 1 or (n_k != aligned and self.band != (None, None)):
             expected = "an int, at least 1" if self.band == (None, None) else f"{aligned}: causal and window end there"
             raise AttentionError(f"keys of queries {start} to {stop} of a block mask", shown(n_k), expected)
-        check_tables(mod, (batch, heads, stop, n_k))
+        check_tables(mod, (*_counted(batch, heads), stop, n_k))
         device, sizes = self.lists[0].device, (batch, heads, stop - start, n_k)
         mod = of_part(mod, start, (n_q, keys), sizes[2:], device)
         lists = new_lists(mod, sizes, self.band, self.block, device)
@@ -169,7 +169,7 @@ class BlockMask(NamedTuple):
             raise AttentionError("tokens that a block mask grows by", shown(tokens), "an int, at least 0")
         batch, heads, n_q, n_k = self.shape
         sizes = batch, heads, n_q + tokens, n_k + tokens
-        check_tables(mod, sizes)
+        check_tables(mod, (*_counted(batch, heads), *sizes[2:]))
         if torch.compiler.is_compiling():
             lists = new_lists(mod, sizes, self.band, self.block, self.lists[0].device)
         else:
@@ -254,6 +254,11 @@ def restored_block_mask(*fields: Any) -> BlockMask:
     return mask
 
 
+def _counted(batch: int, heads: int) -> tuple[int | None, int | None]:
+    """The batch rows and heads that tables must have: a mask of one row or head stands for all (None)."""
+    return batch if batch > 1 else None, heads if heads > 1 else None
+
+
 def block_mask(
     mod: Mod,
     n_q: int,
@@ -305,7 +310,7 @@ def block_mask(
     check_mask(mod, block, {"b": batch, "h": heads})
     device = torch.device(device or (mod.tensors[0].device if mod.tensors else "cpu"))
     check_devices(mod, device)
-    check_tables(mod, (batch, heads, n_q, n_k))
+    check_tables(mod, (*_counted(batch, heads), n_q, n_k))
     edges = band(causal, window)
     sizes = batch, heads, n_q, n_k
     return BlockMask(mod, new_lists(mod, sizes, edges, block, device), block, sizes, edges)
@@ -413,7 +418,7 @@ def block_mask_varlen(
     edges, tokens, lengths = band(causal, window), None, None
     if not torch.compiler.is_compiling():
         lengths = lengths_of(cu_seqlens_q, cu_seqlens_k)
-        check_tables(mod, (batch, heads, *(max(1, *x) for x in lengths)))
+        check_tables(mod, (*_counted(batch, heads), *(max(1, *x) for x in lengths)))
         tokens = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
     n_q, n_k = largest("q", max_seqlen_q, lengths), largest("k", max_seqlen_k, lengths)
     shape = batch, heads, n_q, n_k

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilewise.mods.expr import Expr, const, nodes, substitute
+from .expr import Expr, const, nodes, substitute
 
 TOKENS = 1 << 30  # the longest sequence for which the bounds hold
 INT32 = (-(1 << 31), (1 << 31) - 1)

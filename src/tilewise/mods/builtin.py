@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.errors import AttentionError
-from tilewise.mods.modifier import mask_mod, score_mod
-from tilewise.mods.program import Mod
+from ..errors import AttentionError
+from .modifier import mask_mod, score_mod
+from .program import Mod
 
 
 def _softcap_slope(score, b, h, q_idx, kv_idx, cap):  # type: ignore[no-untyped-def]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import where
 
-from tilewise.mods.expr import Expr
-from tilewise.mods.functions import COMPOSED, Argument
-from tilewise.mods.trace import Traced, expression_of
+from .expr import Expr
+from .functions import COMPOSED, Argument
+from .trace import Traced, expression_of
 
 LN2 = math.log(2)
 HUGE = 1e9  # beyond it 1 + x * x is x * x, also in float64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tilewise.mods.expr import Expr, arithmetic, compare, const, function, is_vector, negative, nodes, reduced, where
+from .expr import Expr, arithmetic, compare, const, function, is_vector, negative, nodes, reduced, where
 
 
 def derivative(root: Expr, by: Expr) -> Expr:

@@ -22,8 +22,17 @@ BIT = 8  # of queries and of keys: tells the pairs of one hash apart
 
 
 def threshold(p: float) -> int:
-    """A weight is kept if its 16 random bits are not below this."""
+    """A weight is kept if its 16 random bits are not below this: p is rounded to n / 65536, n <= 65535."""
     return min(round(p * 2**16), 2**16 - 1)
+
+
+def kept_factor(p: float) -> float:
+    """The factor of a kept weight, 1 / (1 - p) for the rounded p: the mean of out over seeds is out without dropout.
+
+    >>> kept_factor(0.5), kept_factor(0.99999), kept_factor(1e-6)
+    (2.0, 65536.0, 1.0)
+    """
+    return 2**16 / (2**16 - threshold(p))
 
 
 def mix(x: Tensor) -> Tensor:
@@ -40,7 +49,7 @@ def keep(p: float, seed: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
     word = mix(seed & LOW)
     for part in ((seed >> 32) & LOW, b, h):
         word = mix(word ^ part)
-    i, j = torch.as_tensor(i), torch.as_tensor(j)
+    i, j = torch.as_tensor(i, device=seed.device), torch.as_tensor(j, device=seed.device)
     row = step(word ^ (i & ~BIT), 0x7FEB352D)
     first = mix((row + (j & ~BIT) * GOLDEN) & LOW)
     bits = torch.where(i & BIT == 0, first, step(first, 0x2C1B3C6D))
@@ -68,7 +77,7 @@ def dropout_mask(
         heads: number of query heads.
         n_q: number of queries.
         n_k: number of keys.
-        p: the probability that a weight is dropped, 0 <= p < 1.
+        p: the probability that a weight is dropped, 0 <= p < 1, rounded as in `attention`.
         seed: as in `attention`: an int of 64 bits, or an int64 tensor of one element.
         device: device of the result. Default: the CPU.
 

@@ -19,6 +19,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -51,19 +52,21 @@ class Expr:
 
 
 _nodes: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
+_nodes_lock = RLock()  # two threads would make two equal nodes; reentrant, as a signal handler may call attention
 
 
 def node(op: str, *args: Expr, value: Any = None, kind: str) -> Expr:
     key = (op, *map(id, args), repr(value), kind)
-    found = _nodes.get(key)
-    if found is None:
-        found = Expr()
-        found.op, found.args, found.value, found.kind = op, args, value, kind
-        own = {value} if op == "index" else {"score"} if op == "score" else set()
-        found.deps = frozenset(own).union(*(a.deps for a in args))
-        if op in REDUCTIONS:
-            found.deps -= {"r"}
-        _nodes[key] = found
+    with _nodes_lock:
+        found = _nodes.get(key)
+        if found is None:
+            found = Expr()
+            found.op, found.args, found.value, found.kind = op, args, value, kind
+            own = {value} if op == "index" else {"score"} if op == "score" else set()
+            found.deps = frozenset(own).union(*(a.deps for a in args))
+            if op in REDUCTIONS:
+                found.deps -= {"r"}
+            _nodes[key] = found
     return found
 
 

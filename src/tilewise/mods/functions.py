@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tilewise.mods import expr
-from tilewise.mods.expr import Expr
+from . import expr
+from .expr import Expr
 
 ALIASES = """
     minimum:min maximum:max absolute:abs logical_and:and logical_or:or logical_not:not fabs:abs remainder:mod
@@ -124,6 +124,21 @@ def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Argument]) -
         case "rsqrt", [a]:
             return expr.arithmetic("div", expr.const(1.0), expr.function("sqrt", a))
     return None
+
+
+OTHERS = """
+    min max where abs and or not logical_xor bitwise_not add sub mul div pow mod floordiv neg sum any all unsqueeze
+    float bool zeros_like ones_like full_like int long clamp clip relu gelu rsqrt to type type_as new_ones new_zeros
+    index dtype inf nan pi e nn functional special ops aten
+"""
+
+
+def is_elementary(name: str) -> bool:
+    """Whether the function or attribute of this name, of a number or a library, is always the same."""
+    name = name.removeprefix("special_")
+    name = NAMES.get(name, name)
+    known = *OTHERS.split(), *expr.FUNCTIONS, *expr.COMPARISONS, *expr.BITWISE, *PRODUCTS
+    return name in COMPOSED or name in known or isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def filled(kind: str, value: int) -> Expr:

@@ -18,26 +18,33 @@ import inspect
 import operator
 from collections.abc import Callable, Sequence
 from itertools import count
-from types import FunctionType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from tilewise.errors import AttentionError, shown
-from tilewise.mods import expr, trace
-from tilewise.mods.expr import Expr
-from tilewise.mods.functions import Captured
-from tilewise.mods.program import Mod, Program, kind_of, register
-from tilewise.mods.snapshot import Closed, Path, closed, is_unchanged, paths, snapshot, value_at
-from tilewise.request import LIMIT
-from tilewise.torch_internals import constant
+from ..bounded import Bounded
+from ..errors import AttentionError, shown
+from ..request import LIMIT
+from ..torch_internals import constant
+from . import expr, trace
+from .expr import Expr
+from .functions import Captured
+from .outside import Path, Reads, compiled_value, name_of, states, values_at
+from .program import Mod, Program, kind_of, register
 
 PAIR = (expr.B, expr.H, expr.I, expr.J)
 
 _modifiers: WeakValueDictionary[str, Modifier] = WeakValueDictionary()
-_programs: dict[Any, str | tuple[str, ...]] = {}  # by all that they depend on; the args of the error, if there is one
+# The paths of traces, by the code of the functions and what is compiled in. The key of the program or the args of the
+# error, by these, the paths and the states of the values there.
+_paths: Bounded[Any, tuple[tuple[Path, ...], ...]] = Bounded(LIMIT)
+_programs: Bounded[Any, str | tuple[str, ...]] = Bounded(LIMIT)
+MAX_PATHS = 16  # of one function: a name that means one helper and then another makes new ones
+MAX_KNOWN = 256
+COMPARED = (bool, int, float, CodeType)
 _numbers = count()
 
 
@@ -48,6 +55,7 @@ class Modifier:
         if not hasattr(function, "__code__"):
             raise AttentionError(f"{kind}_mod", shown(function), "a plain function")
         self.function, self.kind, self.grad = function, kind, grad
+        self.functions = (function,) if grad is None else (function, grad)
         self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
         self.__module__, self.__qualname__ = function.__module__, function.__qualname__
         leading = len(PAIR) + (kind == "score")
@@ -59,7 +67,7 @@ class Modifier:
         self.parameters = function.__code__.co_varnames[leading : function.__code__.co_argcount]
         self.defaults = function.__defaults__ or ()
         self.__signature__ = _call_signature(function, self.parameters)
-        self.known: dict[tuple[str, ...], tuple[str, list[Closed]]] = {}  # programs of functions that are `closed`
+        self.known: Bounded[tuple[str, ...], tuple[Bound, list[Any]]] = Bounded(MAX_KNOWN)
         self.id = f"{function.__name__}-{next(_numbers)}"
         _modifiers[self.id] = self
 
@@ -71,15 +79,16 @@ class Modifier:
         numbers = tuple(a for a in args if isinstance(a, float))
         signature = tuple(_signature(a) for a in args)
         if torch.compiler.is_dynamo_compiling():
-            functions: Any = (self.function, self.grad)
-            reads = tuple([value_at(functions[n], path) for n, path in _reads(self.id)])
+            reads = tuple([compiled_value(self.functions, path) for path in _reads(self.id, signature)])
             key = _compiled(self.id, signature, reads)
             if not key:
                 found = "tensors from outside, or what cannot be compiled"
-                expected = "a mod that works outside of it, and whose tensors are its arguments"
+                expected = (
+                    "a mod that works outside of it, whose tensors are its arguments, and whose source is in a file"
+                )
                 raise AttentionError(f"the mod {self.__name__!r} in torch.compile", found, expected)
             return Mod(self.kind, key, tensors, numbers, self.__name__)
-        key, more = _bind(self, signature)
+        key, more, _ = _bind(self, signature)
         if more:
             tensors += more
         if len(tensors) > 1 and len({x.device for x in tensors}) > 1:
@@ -189,57 +198,83 @@ def _signature(argument: Any) -> str:
     raise AttentionError("an argument of a mod", type(argument).__name__, "a tensor, a float, an int or a bool")
 
 
-def _bind(modifier: Modifier, signature: tuple[str, ...]) -> tuple[str, tuple[Tensor, ...]]:
-    """The key of the program, and the tensors that it reads from outside. The function is traced once for each value of
-    what it depends on: its code, and the values of its names."""
-    functions = [f for f in (modifier.function, modifier.grad) if f is not None]
+class Bound(NamedTuple):
+    """The key of a program, the tensors that it reads from outside, and the paths to all that its functions read; None
+    if that is not known."""
+
+    key: str
+    tensors: tuple[Tensor, ...]
+    paths: tuple[Path, ...] | None
+
+
+def _bind(modifier: Modifier, signature: tuple[str, ...]) -> Bound:
+    """The functions are traced unless they were with the same values of all that they read."""
+    functions = modifier.functions
     known = modifier.known.get(signature)
-    if known is not None and all(map(is_unchanged, functions, known[1])):
-        return known[0], ()
-    found: dict[int, Tensor] = {}
-    file = modifier.function.__code__.co_filename  # named in errors
-    state = modifier.kind, signature, file, *(snapshot(f, found) for f in functions)
-    tensors = tuple(found.values())
-    for x in tensors:
-        kind_of(x)  # raises for layouts and dtypes that no mod reads; layouts are not in the snapshot
-    key = _programs.get(state)
-    if key is None:
-        try:
-            key = _read(modifier, signature, tensors)
-        except AttentionError as error:
-            key = tuple(map(str, error.args))
-        if len(_programs) >= LIMIT:
-            _programs.clear()
-        _programs[state] = key
+    if known is not None and all(map(operator.is_, values_at(functions, known[0].paths or ()), known[1])):
+        return known[0]
+    codes = [f.__code__ for f in functions]
+    head = modifier.kind, signature, codes[0].co_filename, *codes  # equal code may be in two files, named in errors
+    paths: tuple[Path, ...] | None
+    for paths in _paths.get(head, ()):
+        values = values_at(functions, paths)
+        key = _programs.get((head, paths, states(values)))
+        if key is not None:
+            tensors = tuple({id(x): x for x in values if isinstance(x, Tensor)}.values())
+            break
+    else:
+        key, reads = _traced(modifier, signature)
+        paths, values = tuple(reads.values), list(reads.values.values())
+        tensors = tuple(x for x, _ in reads.tensors.values())
+        if reads.complete:
+            others = [x for x in _paths.get(head, ()) if x != paths]
+            _paths[head] = (*others[1 - MAX_PATHS :], paths)
+            _programs[head, paths, states(values)] = key
+        else:
+            paths = None
     if isinstance(key, tuple):
-        what, value, expected = key
-        raise AttentionError(what, value, expected)
-    reads = [closed(f) for f in functions]
-    if None not in reads and len(modifier.known) < LIMIT:
-        modifier.known[signature] = key, [x for x in reads if x is not None]
-    return key, tensors
+        what, found, expected = key
+        raise AttentionError(what, found, expected)
+    bound = Bound(key, tensors, paths)
+    if paths is not None and not tensors:
+        modifier.known[signature] = bound, values
+    return bound
 
 
 @constant
-def _reads(modifier: str) -> tuple[tuple[int, Path], ...]:
-    """The paths to what a mod's function (0), and its `grad` (1), read from outside."""
-    functions = _modifiers[modifier].function, _modifiers[modifier].grad
-    return tuple((n, path) for n, f in enumerate(functions) if f is not None for path in paths(f))
+def _reads(modifier: str, signature: tuple[str, ...]) -> tuple[Path, ...]:
+    """The paths to what torch.compile compares: numbers, and functions, which have code."""
+    functions = _modifiers[modifier].functions
+    try:
+        paths = _bind(_modifiers[modifier], signature).paths or ()
+    except AttentionError:
+        return ()
+    values = zip(paths, values_at(functions, paths), strict=True)
+    found = [(path[:-1] if isinstance(x, CodeType) else path) for path, x in values if isinstance(x, COMPARED)]
+    return tuple(found)
 
 
 @constant
 def _compiled(modifier: str, signature: tuple[str, ...], reads: tuple[Any, ...]) -> str:
-    """The key of the program; empty if it reads tensors from outside, or if there is none. `reads`: what it reads else;
-    torch.compile calls this again if that has changed."""
+    """The key of the program; empty if it reads tensors from outside, if what it reads is not known, or if there is
+    none. `reads`: what it reads else; torch.compile calls this again if that has changed."""
     try:
-        key, tensors = _bind(_modifiers[modifier], signature)
+        key, tensors, paths = _bind(_modifiers[modifier], signature)
     except AttentionError:
         return ""
-    return "" if tensors else key
+    return "" if tensors or paths is None else key
 
 
-def _read(modifier: Modifier, signature: tuple[str, ...], tensors: tuple[Tensor, ...]) -> str:
-    """The key of the program that tracing the function gives. `tensors`: those that it reads from outside."""
+def _traced(modifier: Modifier, signature: tuple[str, ...]) -> tuple[str | tuple[str, ...], Reads]:
+    """The key of the program that tracing the functions gives, or the args of the error; and what they read."""
+    reads = Reads(first=sum(not x.startswith(("value", "number")) for x in signature))
+    try:
+        return _read(modifier, signature, reads), reads
+    except AttentionError as error:
+        return tuple(map(str, error.args)), reads
+
+
+def _read(modifier: Modifier, signature: tuple[str, ...], reads: Reads) -> str:
     names = modifier.parameters
     if len(names) != len(signature):
         raise AttentionError(
@@ -258,11 +293,18 @@ def _read(modifier: Modifier, signature: tuple[str, ...], tensors: tuple[Tensor,
             case [kind, rank]:
                 values.append(Captured(len(ranks), name, int(rank), kind))
                 ranks.append(int(rank))
-    outside = {}
-    for x in tensors:
-        outside[id(x)] = Captured(len(ranks), f"tensor {tuple(x.shape)}", x.dim(), kind_of(x))
-        ranks.append(x.dim())
-    root = trace.read(modifier.function, values, outside)
-    root = expr.as_float(root) if modifier.kind == "score" else expr.as_bool(root)
-    derivative = None if modifier.grad is None else expr.as_float(trace.read(modifier.grad, values, outside))
-    return register(Program(root, tuple(ranks), numbers, derivative))
+    found = [trace.trace(f, values, reads, (("item", n),)) for n, f in enumerate(modifier.functions)]
+    root, *slopes = [result(modifier.kind, x, name_of(f)) for x, f in zip(found, modifier.functions, strict=True)]
+    ranks += [x.dim() for x, _ in reads.tensors.values()]
+    return register(Program(root, tuple(ranks), numbers, *slopes))
+
+
+def result(kind: str, root: Expr, name: str) -> Expr:
+    """The value of a mod: of a score mod a float, of a mask mod a bool. Raises for a mask mod that returns a number."""
+    if kind == "score":
+        return expr.as_float(root)
+    if root.kind != "bool":
+        raise AttentionError(
+            f"value of the mask mod {name!r}", f"a number ({root.kind})", "a bool: compare it, as in != 0"
+        )
+    return root

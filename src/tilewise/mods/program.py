@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.errors import AttentionError
-from tilewise.mods import expr, text
-from tilewise.mods.bounds import only_difference
-from tilewise.mods.derivative import derivative
-from tilewise.mods.expr import Expr, Place
-from tilewise.request import LIMIT
-from tilewise.torch_internals import constant
+from ..bounded import Bounded
+from ..errors import AttentionError
+from ..request import LIMIT
+from ..torch_internals import constant
+from . import expr, text
+from .bounds import only_difference
+from .derivative import derivative
+from .expr import Expr, Place
 
 KINDS = {"score": "float", "mask": "bool"}
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -92,20 +93,18 @@ def _behind(first: Program, x: Expr, args: tuple[Expr, ...]) -> Expr | None:
     return expr.node(x.op, *args, value=x.value + shift, kind=x.kind)
 
 
-class Programs(dict[str, Program]):
+class Programs(Bounded[str, Program]):
     """Programs by their keys. A missing one is read from its key."""
 
     def __missing__(self, key: str) -> Program:
         return self[register(Program(*text.read(key)))]
 
 
-PROGRAMS = Programs()
+PROGRAMS = Programs(LIMIT)
 
 
 def register(program: Program) -> str:
     """The key of the program, which is added to PROGRAMS."""
-    if len(PROGRAMS) >= LIMIT:
-        PROGRAMS.clear()
     return PROGRAMS.setdefault(program.key, program).key
 
 
@@ -297,10 +296,13 @@ def combine_masks(op: str, mods: Sequence[Mod]) -> Mod:
 
 
 def check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
-    """Raises unless a tensor that a mod indexes by b, h, q_idx or kv_idx has an element for each of its values."""
+    """Raises unless a tensor that a mod indexes by b, h, q_idx or kv_idx has an element for each of its values: as many
+    as batch rows or heads, at least as many as queries or keys (a cache has room for more). Offsets of
+    sequences, of one axis, have an element more than there are sequences."""
     for n, axis, index in indexed(mod.key):
         size, found = sizes["bhij".index(index)], mod.tensors[n].shape[axis]
-        if size is not None and 1 < found < size:
+        most = size if size is None or index == "h" or mod.tensors[n].dim() > 1 else size + 1
+        if size and most and (1 < found < size or (found > most and index in "bh")):
             name = ("batch row", "head", "query", "key")["bhij".index(index)]
             raise AttentionError(
                 f"axis {axis} of tensor {n} of the {mod.kind} mod {mod.name!r}",

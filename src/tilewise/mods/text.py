@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
-from tilewise.errors import AttentionError
-from tilewise.mods import expr
-from tilewise.mods.expr import BITWISE, COMPARISONS, FUNCTIONS, INDICES, REDUCTIONS, Expr
+from ..errors import AttentionError
+from . import expr
+from .expr import BITWISE, COMPARISONS, FUNCTIONS, INDICES, REDUCTIONS, Expr
 
 VERSION = "tilewise1"
 NODES = 4096  # in a program

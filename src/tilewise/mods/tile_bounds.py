@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.mods.bounds import INT32, INT64
-from tilewise.mods.bounds import bounds as static_bounds
-from tilewise.mods.expr import Expr, Place, evaluate, is_vector, nodes
+from .bounds import INT32, INT64
+from .bounds import bounds as static_bounds
+from .expr import Expr, Place, evaluate, is_vector, nodes
 
 PAIRS = 1 << 20  # pairs for which a mask is evaluated at a time
 Band = tuple[int | None, int | None]
@@ -185,7 +185,7 @@ class RangeTable:
             for levels, pick in ((least, torch.minimum), (most, torch.maximum)):
                 levels.append(pick(levels[-1][:-width], levels[-1][width:]))
             width *= 2
-        self.starts = torch.tensor([0, *map(len, least)]).cumsum(0).to(x.device)
+        self.starts = torch.tensor([0, *map(len, least)], device="cpu").cumsum(0).to(x.device)
         self.least, self.most = torch.cat(least), torch.cat(most)
 
     def bounds(self, index: Interval) -> Interval:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise.errors import AttentionError, shown
-from tilewise.mods.bounds import TOKENS, only_difference
-from tilewise.mods.dropout import is_whole
-from tilewise.mods.expr import N_K, N_Q, Q_POS, Expr, I, arithmetic, const, load, substitute
-from tilewise.mods.program import PROGRAMS, Mod, Program, check_filled, check_tables, register
-from tilewise.mods.tile_bounds import Tiles, tile_kinds
-from tilewise.request import LIMIT
-from tilewise.torch_internals import constant
+from ..errors import AttentionError, shown
+from ..request import LIMIT
+from ..torch_internals import constant
+from .bounds import TOKENS, only_difference
+from .dropout import is_whole
+from .expr import N_K, N_Q, Q_POS, Expr, I, arithmetic, const, load, substitute
+from .program import PROGRAMS, Mod, Program, check_filled, check_tables, register
+from .tile_bounds import Tiles, tile_kinds
 
 Lists = tuple[Tensor, Tensor, Tensor, Tensor]
 Band = tuple[int | None, int | None]

@@ -1,66 +1,88 @@
 """From a Python function to an expression: the function is called with values that record what is done to them.
 
-`read` rewrites the function first (see `rewrite`), so that it can choose by such values. It then reads nothing that is
-not in its snapshot. `trace` calls any function as it is: loops, tuples, methods and objects work, a choice by a traced
-value raises. Both use the same values, and the same functions of them.
+A function with source is rewritten first (see `rewrite`), so that it can choose by such values, and looks up by a call
+what it reads from outside; `Reads` has all of it. A function without source is called as it is: loops, tuples, methods
+and objects work, a choice by a traced value raises. What it reads from outside is known if that is no more than
+numbers, tensors, elementary functions, and functions of these; otherwise it is traced at every call.
 """
 
 from __future__ import annotations
 
+import builtins
+import dis
 import linecache
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from pathlib import Path as File
 from traceback import extract_tb
-from types import CellType, FunctionType, MethodType
-from typing import Any, NoReturn
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from tilewise.errors import AttentionError
-from tilewise.mods import expr, rewrite
-from tilewise.mods.expr import Expr
-from tilewise.mods.functions import BITS, KEYWORDS, KNOWN, Captured, conversion, dtype_of, elementary, filled
-from tilewise.mods.program import kind_of
-from tilewise.mods.rewrite import UnsupportedError
-from tilewise.mods.snapshot import DEPTH, NUMBERS, is_callable_object, name_of, outside, plain
+from ..errors import AttentionError
+from . import expr, rewrite
+from .expr import Expr
+from .functions import (
+    BITS,
+    KEYWORDS,
+    KNOWN,
+    Captured,
+    conversion,
+    dtype_of,
+    elementary,
+    filled,
+    is_elementary,
+)
+from .outside import (
+    NUMBERS,
+    Path,
+    Reads,
+    Unreadable,
+    follow,
+    home_of,
+    is_callable_object,
+    is_fixed,
+    name_of,
+    name_step,
+    plain,
+)
+from .rewrite import UnsupportedError
 
-Finder = Callable[[Tensor], Captured | None]
 OWN_FILES = [
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("trace", "functions", "composed", "expr", "program")
+    str(File(__file__).with_name(f"{name}.py"))
+    for name in ("trace", "functions", "composed", "expr", "outside", "program")
 ]
+DEPTH = 8  # of functions that call one another
 MAX_FUNCTIONS = 64
 WHAT_WORKS = "arithmetic, comparisons, & | ^ ~, torch.where and torch's elementary functions"
 NO_SOURCE = "followed as it has no source"
 NO_NUMBER = "a row of a tensor", "a number: .sum(), .any() or .all() of it, torch.dot with another, or an index more"
 NAMES = "a parameter, a name assigned above, a number or a tensor"
 NUMERIC = "integers of 64 bits, real numbers, no division by 0, no sum within a sum"
+NAMED = ("builtins", "math", "numpy", "operator", "scipy", "torch")  # whose functions are known by their names
 
 
-def read(function: Any, values: Sequence[Expr | Captured], tensors: Mapping[int, Captured]) -> Expr:
-    """The function's value when its positional parameters are `values`. `tensors`: those that it reads from outside, by
-    their id. Without source the function is traced as it is."""
-
-    def find(x: Tensor) -> Captured | None:
-        return tensors.get(id(x))
-
-    done: dict[int, Any] = {}
+def trace(function: Any, values: Sequence[Expr | Captured], reads: Reads, path: Path) -> Expr:
+    """The function's value when its positional parameters are `values`. What it reads from outside is added to `reads`;
+    `path` leads to the function."""
+    done: dict[Any, Any] = {}
     try:
-        return _traced(function, values, lambda: _rewritten(function, find, done) or _exchanged(function, find, done))
+        return _traced(
+            function, values, lambda: _rewritten(function, reads, path, done) or _exchanged(function, reads, path, done)
+        )
     finally:
         done.clear()  # a cycle that would keep the tensors of a closure until the garbage collector runs
 
 
-def trace(function: Any, values: Sequence[Expr | Captured]) -> tuple[Expr, list[Tensor]]:
-    """The value of the function, called as it is, and the tensors that it reads, in the order of their positions."""
-    found: dict[int, tuple[Tensor, Captured]] = {}
-
-    def find(x: Tensor) -> Captured:
-        new = Captured(len(found), f"tensor {tuple(x.shape)}", x.dim(), kind_of(x))
-        return found.setdefault(id(x), (x, new))[1]
-
-    return _traced(function, values, lambda: _exchanged(function, find, {})), [x for x, _ in found.values()]
+def trace_as_is(function: Any, values: Sequence[Expr | Captured]) -> tuple[Expr, list[Tensor]]:
+    """The value of any callable, called as it is though it may have source, and the tensors that it reads, in the order
+    of their positions."""
+    reads = Reads()
+    root = _traced(function, values, lambda: _exchanged(function, reads, None, {}))
+    return root, [x for x, _ in reads.tensors.values()]
 
 
 def _traced(function: Any, values: Sequence[Expr | Captured], prepare: Callable[[], Callable[..., Any]]) -> Expr:
@@ -110,100 +132,183 @@ def _return_line(function: Any) -> str:
     return NO_SOURCE if found is None else found.returns
 
 
-def _rewritten(function: Any, find: Finder, done: dict[int, Any], depth: int = 0) -> FunctionType | None:
+def _rewritten(function: Any, reads: Reads, path: Path, done: dict[Any, Any], depth: int = 0) -> FunctionType | None:
     """The rewritten function, which exchanges what it reads from outside for traced values; None without source."""
-    if id(function) in done:
-        return done[id(function)]  # type: ignore[no-any-return]
+    if path in done:
+        return done[path]  # type: ignore[no-any-return]
     found = rewrite.rewritten(function)
     if found is None:
         return None
-    names = outside(function)
+    reads.record((*path, ("attribute", "__code__")), function.__code__)
 
     def look_up(name: str, *attributes: str) -> Any:
-        if name not in names:
-            raise UnsupportedError(f"the unknown name {name!r}", NAMES)
-        value = names[name]
-        for n, attribute in enumerate(attributes):
-            if isinstance(value, Tensor):
-                value = exchange(value, name)
-                for rest in attributes[n:]:
-                    value = getattr(value, rest)
-                return value
-            value = getattr(value, attribute)
-        return exchange(value, ".".join((name, *attributes)))
+        value, here = function, path
+        steps = [name_step(function, name), *(("attribute", x) for x in attributes)]
+        for n, step in enumerate(steps):
+            here = *here, step
+            try:
+                value = follow(value, (step,))
+            except Exception as error:
+                reads.record(here, Unreadable(type(error), str(error)))
+                if n == 0:
+                    raise UnsupportedError(f"the unknown name {name!r}", NAMES) from None
+                raise
+            if isinstance(value, Tensor) or is_fixed(value):  # what comes next cannot change
+                reads.record(here, value)
+                value = Traced(reads.captured(value)) if isinstance(value, Tensor) else value
+                for attribute in attributes[n:]:
+                    value = getattr(value, attribute)
+                return value if isinstance(value, Traced) else exchange(value, None, name)
+        return exchange(value, here, ".".join((name, *attributes)))
 
-    def exchange(value: Any, name: str) -> Any:
+    def exchange(value: Any, here: Path | None, name: str) -> Any:
+        """`here`: the path to the value; None if it cannot change."""
+        if here is not None:
+            reads.record(here, value)
         if isinstance(value, NUMBERS):
             return Traced(expr.const(value))
         if isinstance(value, Tensor):
-            return _exchanged(value, find, done)
+            return Traced(reads.captured(value))
         if isinstance(value, torch.dtype):
             return value
         inner = plain(value)
-        if inner is not None:
+        if inner is not None and here is not None:
             if depth == DEPTH:
                 raise UnsupportedError(f"calls nested {DEPTH} deep", "no recursion: a mod is one expression")
-            made = _rewritten(inner, find, done, depth + 1)
+            below = here if inner is value else (*here, ("attribute", "function"))
+            made = _rewritten(inner, reads, below, done, depth + 1)
             if made is None:
                 raise UnsupportedError(f"{inner.__name__!r}, which has no source", "a function in a file or a notebook")
             return made
-        if callable(value):
-            return partial(call, getattr(value, "__name__", name))
+        if callable(value) and home_of(value) in NAMED:
+            return partial(call, getattr(value, "__name__", name.rpartition(".")[2]))
         raise UnsupportedError(f"{name!r}, a {type(value).__name__}", NAMES)
 
+    defaults: tuple[Any, ...] = ()
+    if depth:  # the mod itself is called with all of its arguments
+        defaults = function.__defaults__ or ()
+        reads.record((*path, ("attribute", "__defaults__")), function.__defaults__)
+        places = [(*path, ("attribute", "__defaults__"), ("item", n)) for n in range(len(defaults))]
+        defaults = tuple(exchange(x, place, "a default") for x, place in zip(defaults, places, strict=True))
     space = {rewrite.OUTSIDE: look_up, **OPERATIONS}
-    defaults = tuple(exchange(x, "a default") for x in function.__defaults__ or ())
-    done[id(function)] = made = FunctionType(found.code, space, function.__name__, defaults)
+    done[path] = made = FunctionType(found.code, space, function.__name__, defaults)
     made.__kwdefaults__ = {x: Traced(KEYWORDS[x]) for x in _keyword_only(function)}
     return made
 
 
-def _exchanged(value: Any, find: Finder, done: dict[int, Any]) -> Any:
+def _exchanged(value: Any, reads: Reads, path: Path | None, done: dict[Any, Any]) -> Any:
     """The value with the tensors that it contains or reads from outside exchanged for traced ones: in functions,
-    methods, partials and objects that can be called, and in lists and tuples of these."""
-    if id(value) in done:
-        return done[id(value)]
+    methods, partials and objects that can be called, and in lists and tuples of these. `path`: None if a change of the
+    value would not be seen."""
+    if isinstance(value, FunctionType) and len(done) <= MAX_FUNCTIONS:
+        return _exchanged_function(value, reads, path, done)
+    if path is None or not _is_comparable(value):
+        reads.complete = False
+    else:
+        reads.record(path, value)
     if isinstance(value, Tensor):
-        known = find(value)
-        return value if known is None else Traced(known)
+        return Traced(reads.captured(value))
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_exchanged(x, find, done) for x in value)
+        return type(value)(_exchanged(x, reads, None, done) for x in value)
     if isinstance(value, partial):
-        func, args, *named = _exchanged((value.func, value.args, *value.keywords.values()), find, done)
+        func, args, *named = _exchanged((value.func, value.args, *value.keywords.values()), reads, None, done)
         return partial(func, *args, **dict(zip(value.keywords, named, strict=True)))
     if isinstance(value, MethodType) and not isinstance(value.__self__, type):
-        return MethodType(_exchanged(value.__func__, find, done), _Object(value.__self__, find, done))
+        return MethodType(_exchanged(value.__func__, reads, None, done), _Object(value.__self__, reads, done))
     if is_callable_object(value):
-        return _Object(value, find, done)
-    if not isinstance(value, FunctionType) or len(done) > MAX_FUNCTIONS:
-        return value
+        return _Object(value, reads, done)
+    return value
+
+
+def _exchanged_function(value: FunctionType, reads: Reads, path: Path | None, done: dict[Any, Any]) -> Any:
+    if id(value) in done:
+        reads.complete = False  # reached by a second path
+        return done[id(value)]
     done[id(value)] = value  # for a function that calls itself
-    reads = outside(value)
-    own = value.__code__.co_freevars if (value.__module__ or "").startswith("torch") else reads
-    new = {name: x for name in own if name in reads and (x := _exchanged(reads[name], find, done)) is not reads[name]}
+    code, is_torchs, defaults = value.__code__, home_of(value) == "torch", value.__defaults__ or ()
+    names = _names(code)
+    known = not is_torchs and names.known and not value.__kwdefaults__ and all(isinstance(x, NUMBERS) for x in defaults)
+    if path is None or not known:
+        path, reads.complete = None, False
+    else:
+        reads.record((*path, ("attribute", "__code__")), code)
+        reads.record((*path, ("attribute", "__defaults__")), value.__defaults__)
+        for n, x in enumerate(defaults):
+            reads.record((*path, ("attribute", "__defaults__"), ("item", n)), x)
+    new = {}
+    for name in code.co_freevars if is_torchs else (*names.outside, *code.co_freevars):
+        step = name_step(value, name)
+        try:
+            before = follow(value, (step,))
+        except (KeyError, ValueError) as error:  # not assigned yet
+            if path is not None:
+                reads.record((*path, step), Unreadable(type(error), str(error)))
+            continue
+        now = _exchanged(before, reads, None if path is None else (*path, step), done)
+        if now is not before:
+            new[name] = now
     if new:
         cells = tuple(
             CellType(new[name]) if name in new else cell
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True)
         )
-        made = FunctionType(value.__code__, value.__globals__ | new, value.__name__, value.__defaults__, cells)
+        made = FunctionType(code, value.__globals__ | new, value.__name__, value.__defaults__, cells)
         made.__kwdefaults__ = value.__kwdefaults__
         done[id(value)] = made
     return done[id(value)]
 
 
+class _Names(NamedTuple):
+    """The names that a function's code reads from globals or builtins, in order. `known`: whether it reads nothing else
+    from outside but its closure: no import, no attributes but elementary functions."""
+
+    outside: tuple[str, ...]
+    known: bool
+
+
+@lru_cache(256)
+def _names(code: CodeType) -> _Names:
+    found: dict[str, None] = {}
+    known = True
+    for x in dis.get_instructions(code):
+        if x.opname == "LOAD_GLOBAL":
+            found[x.argval] = None
+        elif x.opcode in dis.hasname:
+            known &= x.opname in ("LOAD_ATTR", "LOAD_METHOD") and is_elementary(x.argval)
+    for inner in (x for x in code.co_consts if isinstance(x, CodeType)):
+        found |= dict.fromkeys(_names(inner).outside)
+        known &= _names(inner).known
+    return _Names(tuple(found), known)
+
+
+PURE = "abs all any bool divmod enumerate float int len list max min pow range round sum tuple zip"
+
+
+def _is_comparable(value: Any) -> bool:
+    """Whether a change of a value that a function without source reads is seen by its state: a number, a tensor, or an
+    elementary function. Two elementary functions with one name are the same."""
+    places = torch, math, torch.nn.functional
+    if type(value) in NUMBERS or isinstance(value, (Tensor, torch.dtype)) or any(value is x for x in places):
+        return True
+    name = str(getattr(value, "__name__", ""))
+    if name in PURE.split() and value is getattr(builtins, name):
+        return True
+    return is_elementary(name) and any(getattr(place, name, None) is value for place in places)
+
+
 class _Object:
     """An object whose tensors are exchanged when they are read, also by its methods."""
 
-    def __init__(self, value: Any, find: Finder, done: dict[int, Any]) -> None:
-        self._object = value, find, done
+    def __init__(self, value: Any, reads: Reads, done: dict[Any, Any]) -> None:
+        reads.complete = False
+        self._object = value, reads, done
 
     def __getattr__(self, name: str) -> Any:
-        value, find, done = self._object
+        value, reads, done = self._object
         found = getattr(value, name)
         if isinstance(found, MethodType) and found.__self__ is value:
-            return MethodType(_exchanged(found.__func__, find, done), self)
-        return _exchanged(found, find, done)
+            return MethodType(_exchanged(found.__func__, reads, None, done), self)
+        return _exchanged(found, reads, None, done)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__getattr__("__call__")(*args, **kwargs)

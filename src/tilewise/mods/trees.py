@@ -17,10 +17,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tilewise.errors import AttentionError
-from tilewise.mods.modifier import mask_mod
-from tilewise.mods.program import Mod
-from tilewise.torch_internals import constant
+from ..errors import AttentionError
+from ..torch_internals import constant
+from .modifier import mask_mod
+from .program import Mod
 
 
 @mask_mod
@@ -93,7 +93,7 @@ def _tree_key() -> str:
 
 @cache
 def _kept_tree_key() -> str:
-    of_one_token = torch.zeros(1, dtype=torch.int32)
+    of_one_token = torch.zeros(1, dtype=torch.int32, device="cpu")
     mod: Mod = _on_path(of_one_token, of_one_token)
     return mod.key
 
@@ -124,8 +124,8 @@ def tree_positions(parents: Tensor, cu_segments: Tensor) -> Tensor:
 
 def _by_token(values: list[int], ends: list[int], device: torch.device) -> Tensor:
     """(tokens,) int32: the value of each token's segment."""
-    lengths = torch.tensor(ends).diff()
-    return torch.tensor(values, dtype=torch.int32).repeat_interleave(lengths).to(device)
+    lengths = torch.tensor(ends, device="cpu").diff()
+    return torch.tensor(values, dtype=torch.int32, device="cpu").repeat_interleave(lengths).to(device)
 
 
 def _checked(name: str, parents: Tensor, cu_segments: Tensor) -> tuple[list[int], list[int]]:

@@ -27,6 +27,8 @@ from ..kv_request import (
 )
 from ..plan_cache import runner_of
 from ..request import lse_dtype
+from ..validation import kv_contents as contents
+from ..validation.kv_new_tokens import check_append
 from .flops import counted, readable, register_formulas
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
@@ -58,9 +60,17 @@ def schedule(request: KvRequest, memory: Tensor) -> None:
         run("schedule", (request, memory), lambda: kv_backend(request).schedule_runner(request, memory))
 
 
+def _read_request(*given: Any) -> KvRequest:
+    """The request of an op. Contents are checked here, where there are some: a trace has none."""
+    request = attend_request_of_op(*given)
+    if contents.are_read(request.places.lengths):
+        contents.check(request)
+    return request
+
+
 @torch.library.impl(_library, "new_plan_kv", "CompositeExplicitAutograd")
 def _new_plan(*given: Any) -> tuple[Tensor, Tensor]:
-    request = attend_request_of_op(*given)
+    request = _read_request(*given)
     memory, workspace = new_schedule(request)
     schedule(request, memory)
     return memory, workspace
@@ -73,12 +83,12 @@ def _new_plan_fake(*given: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(_library, "plan_kv", "CompositeExplicitAutograd")
 def _plan(memory: Tensor, *given: Any) -> None:
-    schedule(attend_request_of_op(*given), memory)
+    schedule(_read_request(*given), memory)
 
 
 @torch.library.impl(_library, "attend_kv", "CompositeExplicitAutograd")
 def _attend(out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | None, memory: Tensor, *given: Any) -> None:
-    request = attend_request_of_op(*given)
+    request = _read_request(*given)
     if max_logit is not None:
         spec = request.dense.spec._replace(max_logit=True)
         request = request._replace(dense=request.dense._replace(spec=spec))
@@ -89,6 +99,8 @@ def _attend(out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | Non
 @torch.library.impl(_library, "append_kv", "CompositeExplicitAutograd")
 def _append(*given: Any) -> None:
     request, backend = append_request_of_op(*given)
+    if contents.are_read(request.places.lengths):
+        check_append(request)
     run(f"append {backend}", request, lambda: kv_backend(written_tokens(request, backend)).append_runner(request))
 
 

@@ -6,8 +6,6 @@ raise the same errors. The checks of single arguments follow: tensors, numbers a
 
 from __future__ import annotations
 
-import math
-import os
 import warnings
 from collections.abc import Sequence
 from operator import index
@@ -16,22 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import settings
+from ..call.fields import ATTENTION, LARGEST, REQUIRED
+from ..call.options import Options
 from ..errors import AttentionError, shown
 from ..mods.blocks import BlockMask, check_block_mask
 from ..mods.builtin import alibi, alibi_per_batch
 from ..mods.builtin import softcap as softcap_mod
 from ..mods.dropout import as_seed
-from ..mods.modifier import as_mod
 from ..mods.program import Mod, bound, check_filled, check_tables
 from ..mods.trees import check_tree
-from ..options import DEFAULTS, OTHER_LIBRARIES, REQUIRED, Options, unknown
 from ..request import MAX_HEAD_DIM, TENSOR_TYPES, Request, Spec, band, has_address
 from . import offsets
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LARGEST = 3.4e38  # of a float32
 OPTIONS_WITH_MAX_SEQLEN = ("bias", "score_mod", "alibi_slopes", "mask_mod")  # their tensors may have such an axis
-CHECK_CONTENTS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
 
 def checked_request(
@@ -46,24 +43,13 @@ def checked_request(
         given: the options of the call.
         read: whether to check the contents of tensors too, which waits for a GPU.
     """
-    options = options_of(given)
+    options = ATTENTION.completed(given)
     q, k, v = resolved(q), resolved(k), resolved(v)
     request = packed(q, k, v, cu[0], cu[1], max_seqlens, options) if cu else dense(q, k, v, options)
-    if read or CHECK_CONTENTS:
+    # torch.compile would guard on the number of environment variables
+    if read or (not torch.compiler.is_compiling() and settings.checks_contents()):
         check_contents(request, max_seqlens, options)
     return request
-
-
-def options_of(given: Options) -> Options:
-    """The given options, completed with the defaults."""
-    options: Options = DEFAULTS | given
-    if len(options) != len(DEFAULTS):
-        raise unknown(given, DEFAULTS, OTHER_LIBRARIES)
-    if options["score_mod"] is not None:
-        options["score_mod"] = as_mod("score", options["score_mod"])
-    if options["mask_mod"] is not None:
-        options["mask_mod"] = as_mod("mask", options["mask_mod"])
-    return options
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
@@ -121,19 +107,9 @@ def request_of(
         options: the completed options.
         cu_q, cu_k: the offsets of packed sequences.
     """
-    if not isinstance(options["backend"], str):
-        raise AttentionError("backend", type(options["backend"]).__name__, "a name, as a str")
-    for name in ("causal", "return_lse", "return_max_logit", "deterministic"):
-        if not isinstance(options[name], bool) and not (name == "deterministic" and options[name] is None):
-            raise AttentionError(name, shown(options[name]), "True or False")
     scale, softcap, dropout_p = options["scale"], options["softcap"], options["dropout_p"]
-    if scale is not None:
-        scale = number("scale", scale, "a finite number (zero and negative are fine), or None for 1/sqrt(D)")
-        if abs(scale) > LARGEST and q.dtype != torch.float64:
-            raise AttentionError("scale", scale, f"at most {LARGEST:.1e}, which float32 holds")
-    dropout_p = number("dropout_p", 0.0 if dropout_p is None else dropout_p, "0 <= p < 1")
-    if not 0 <= dropout_p < 1:
-        raise AttentionError("dropout_p", dropout_p, "0 <= p < 1")
+    if scale is not None and abs(scale) > LARGEST and q.dtype != torch.float64:
+        raise AttentionError("scale", scale, f"at most {LARGEST:.1e}, which float32 holds")
     seed = options["seed"]
     if dropout_p == 0 and seed is not None:
         raise AttentionError("seed", "one, with dropout_p=0", "dropout_p above 0, or no seed")
@@ -147,9 +123,13 @@ def request_of(
     deterministic = options["deterministic"]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    named: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": deterministic}
+    precision = options["precision"]
+    if precision is not None and q.dtype == torch.float64:
+        expected = "float16, bfloat16 or float32, or precision=None"
+        raise AttentionError(f"precision={precision!r}", "q in torch.float64", expected)
+    named: dict[str, Any] = {"dropout_p": float(dropout_p), "deterministic": deterministic}
     named["max_logit"] = options["return_max_logit"]
-    named["precision"] = checked_precision(options["precision"], q)
+    named["precision"] = precision
     mask = options["mask_mod"]
     blocks: tuple[Tensor, ...] = ()
     if isinstance(mask, BlockMask):
@@ -287,33 +267,12 @@ def tensor(name: str, x: Any) -> Tensor:
     return x
 
 
-def number(name: str, x: Any, expected: str) -> float:
-    """x as a float. A tensor raises, because its gradient would be lost."""
-    if isinstance(x, Tensor):
-        raise AttentionError(name, shown(x), f"{expected}: call .item() (no gradient flows into it)")
-    real = isinstance(x, (int, float)) or (hasattr(x, "__float__") and getattr(x, "shape", ()) == ())
-    if not real or isinstance(x, bool):
-        raise AttentionError(name, shown(x), expected)
-    try:
-        found = float(x)
-    except OverflowError:
-        found = math.inf
-    except (TypeError, ValueError):
-        raise AttentionError(name, shown(x), expected) from None
-    if not -math.inf < found < math.inf:  # isfinite, which torch.compile does not trace
-        raise AttentionError(name, x, expected)
-    return found
-
-
 def combined_score_mod(
     q: Tensor, sizes: tuple[int, int, int | None, int | None], softcap: Any, score_mod: Any, slopes: Tensor | None
 ) -> Mod | None:
     """Softcap, score_mod and ALiBi as one mod; None if there is none of them."""
     mods = []
     if softcap is not None:
-        softcap = number("softcap", softcap, "a finite number above 0, or None")
-        if not 0 < softcap <= LARGEST:
-            raise AttentionError("softcap", softcap, "a finite number above 0, or None")
         mods.append(softcap_mod(softcap))
     if score_mod is not None:
         mods.append(checked_mod("score", score_mod, q, sizes))
@@ -391,14 +350,3 @@ def _no_mod(kind: str, found: Any) -> AttentionError:
         return AttentionError(name, told, f"a function: mask_mod=lambda b, h, q_idx, kv_idx: mask[{index}]")
     hint = ", called with its tensors and numbers first" if hasattr(found, "function") else ""
     return AttentionError(name, shown(found), f"{expected}{hint}")
-
-
-def checked_precision(found: Any, q: Tensor) -> str | None:
-    """The option `precision` of a call with these queries."""
-    if found is None:
-        return None
-    if not isinstance(found, str) or found != "fp8":
-        raise AttentionError("precision", shown(found), "None, or 'fp8' (q, k and v quantised to float8_e4m3fn)")
-    if q.dtype == torch.float64:
-        raise AttentionError("precision='fp8'", "q in torch.float64", "float16, bfloat16 or float32, or precision=None")
-    return "fp8"

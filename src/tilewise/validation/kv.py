@@ -9,45 +9,37 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from ..call.fields import ATTENTION, CACHE
+from ..call.options import KvOptions
 from ..errors import AttentionError, shown
-from ..kv_formats import WIDTH, head_dim, is_deepseek_fp8
+from ..kv_formats import WIDTH, has_token_scales, head_dim, is_deepseek_fp8, shared_columns
 from ..kv_request import (
-    UNDIVIDED,
     AppendRequest,
     CachePlaces,
-    KvPlan,
     KvRequest,
     SharedPrefix,
     first_rotated,
     keys_alone,
 )
-from ..mods.blocks import BlockMask
-from ..mods.dropout import is_whole
-from ..options import OTHER_KV_LIBRARIES, KvOptions, kv_defaults, unknown
-from ..request import MAX_HEAD_DIM
+from ..request import MAX_HEAD_DIM, has_address
 from ..torch_internals import forward_mode_level, is_vmapped
-from .dense import DTYPES, options_of, request_of, resolved, tensor
+from .dense import DTYPES, request_of, resolved, tensor
+from .kv_contents import are_read
 from .kv_rotary import checked_rotary, integers
 from .kv_scales import (
     check_cache_dtype,
     check_deepseek_fp8,
     check_new_dtype,
-    check_written_scale,
     checked_norm,
     checked_scale,
 )
-
-SPLIT = 128  # a split is a multiple of this, so that the key tiles of all kernels divide it
-DISTINCT = "distinct memory for each element (no expanded dims)"
-
+from .memory import check_new_values, check_written
 
 # Options of `append_kv`: where new tokens go.
 OF_APPEND = (
     *("cu_seqlens_new", "cu_seqlens_q", "page_table", "slots", "cache_rows", "starts"),
     *("rotary", "qk_norm", "k_scale", "v_scale"),
 )
-# Options that `attention` has too.
-SCORE_OPTIONS = ("causal", "window", "scale", "softcap", "sinks", "alibi_slopes", "score_mod", "mask_mod")
 
 
 def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, options: KvOptions) -> KvRequest:
@@ -60,33 +52,23 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
     if (options["k_new"] is None) != (options["v_new"] is None):
         missing = "k_new" if options["k_new"] is None else "v_new"
         raise AttentionError(missing, "None", "k_new and v_new, or neither of them")
-    if options["plan"] is not None and not isinstance(options["plan"], KvPlan):
-        raise AttentionError("plan", type(options["plan"]).__name__, "what plan_kv returns, or None")
-    if options["out"] is not None and 0 in tensor("out", options["out"]).stride() and options["out"].numel() > 1:
-        raise AttentionError("strides of out", options["out"].stride(), DISTINCT)
+    if options["out"] is not None:
+        check_written({"out": tensor("out", options["out"])})
     cu_q = _offsets("cu_seqlens_q", options["cu_seqlens_q"], q, packed=q.dim() == 3)
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     places = _places(batch, q, k, lengths, options)
     n_q = q.shape[1] if cu_q is None else None
-    most = options["max_seqlen_q"]
-    if most is not None and (not is_whole(most) or most < 0):
-        raise AttentionError("max_seqlen_q", shown(most), "an int >= 0, or None")
-    mask = options["mask_mod"]
-    if isinstance(mask, BlockMask):
-        raise AttentionError("mask_mod", "a block mask", "a mask mod: block masks are for attention without a cache")
     given: Any = options
-    for name in ("score_mod", "mask_mod"):
-        if isinstance(given[name], Tensor):
-            raise AttentionError(name, shown(given[name]), "a function of b, h, q_idx and kv_idx that indexes it")
-    chosen: Any = {name: given[name] for name in (*SCORE_OPTIONS, "return_lse", "return_max_logit", "backend")}
-    dense = request_of(q, k, v, (batch, q.shape[-2], n_q, None), options_of(chosen | {"deterministic": True}), cu_q)
+    of_attention: Any = {name: given.get(name, default) for name, default in ATTENTION.defaults.items()}
+    of_attention["deterministic"] = True
+    dense = request_of(q, k, v, (batch, q.shape[-2], n_q, None), of_attention, cu_q)
     terms = dense.score if dense.sinks is None else (*dense.score, dense.sinks)
     _check_untransformed("a score term of a call with a KV cache", *terms)
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
     scales = [checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v))]
-    most = q.shape[1] if cu_q is None else int(most or 0)
+    most = q.shape[1] if cu_q is None else int(options["max_seqlen_q"] or 0)
     shared = _prefix(options["shared_prefix"], places)
-    return KvRequest(dense, places, tree, _split(options["split"]), most, scales[0], scales[1], shared)
+    return KvRequest(dense, places, tree, options["split"], most, scales[0], scales[1], shared)
 
 
 def append_request(
@@ -106,8 +88,6 @@ def append_request(
             raise AttentionError(f"shape of {name}", tuple(x.shape), axes)
         check_new_dtype(name, x, cache)
         _check_untransformed(f"{name}, written into a cache", x)
-        if any(step == 0 and n > 1 for step, n in zip(cache.stride(), cache.shape, strict=True)):
-            raise AttentionError("strides of a cache to write to", cache.stride(), DISTINCT)
     _like("v_new", v_new, k_new)
     if k_new.shape[:-1] != v_new.shape[:-1]:
         raise AttentionError("shape of v_new", tuple(v_new.shape), f"k_new's {tuple(k_new.shape)} up to the head dim")
@@ -135,12 +115,32 @@ def append_request(
     if is_deepseek_fp8(k):
         check_deepseek_fp8(k, v, given["k_scale"], given["v_scale"])
     k_scale, v_scale = (checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v)))
-    check_written_scale("k_scale", k_scale)
-    check_written_scale("v_scale", v_scale)
     alone = keys_alone(k, v, k_scale, v_scale)
+    written = {"k_cache": k, "v_cache": v, "out": options["out"]}
+    written |= {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if has_token_scales(x)}
+    may_share = shared_columns(k, v) != (0, 0) or (places.table is not None and _pages_apart(k, v))
+    columns = [("k_cache", "v_cache")] if may_share else []
+    check_written(written, [*columns, ("k_scale", "v_scale")] if alone else columns)
+    if not torch.compiler.is_compiling() and not are_read(places.lengths) and has_address(k_new):
+        check_new_values(k_new, v_new, k, v, read=False)
     first = first_rotated(k, v, rotary, norm)
     tokens = k_new, v_new, k, v, places, slots, rotary, q, cu_q, None, k_scale, v_scale, norm
     return AppendRequest(*tokens, per_query, first, alone)
+
+
+def _pages_apart(k: Tensor, v: Tensor) -> bool:
+    """Whether the values lie whole pages after the keys in one memory, as in transformers, whose page tables name every
+    other page."""
+    if (
+        torch.compiler.is_compiling()
+        or not (has_address(k) and has_address(v))
+        or k.stride() != v.stride()
+        or k.element_size() != v.element_size()
+    ):
+        return False
+    page = k.stride(0) * k.element_size()
+    distance = v.data_ptr() - k.data_ptr()
+    return bool(page and distance and distance % page == 0)
 
 
 def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor | None:
@@ -158,13 +158,13 @@ def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor |
 
 def append_options(given: dict[str, Any]) -> KvOptions:
     """The given options of `append_kv`, completed with the defaults."""
-    defaults: Any = kv_defaults()
+    defaults = CACHE.defaults
     for name in given:
         if name in defaults and name not in OF_APPEND and given[name] is not defaults[name]:
             raise AttentionError("keyword argument", f"{name}= of append_kv", f"only {', '.join(OF_APPEND)}")
         if name not in defaults:
-            raise unknown({name: given[name]}, {x: defaults[x] for x in OF_APPEND}, OTHER_KV_LIBRARIES)
-    options: KvOptions = defaults | given
+            raise CACHE.unknown({name: given[name]}, {x: defaults[x] for x in OF_APPEND})
+    options: KvOptions = CACHE.completed(given)
     return options
 
 
@@ -371,16 +371,6 @@ def _tree(tree: Tensor, q: Tensor, cu_q: Tensor | None) -> Tensor:
     drafts, words = tree.shape[-1], -(-tree.shape[-1] // 64)
     bits = torch.nn.functional.pad(tree.reshape(tokens, drafts).long(), (0, 64 * words - drafts))
     return (bits.view(tokens, words, 64) << torch.arange(64, device=tree.device)).sum(-1)
-
-
-def _split(split: Any) -> int | None:
-    if split is None:
-        return None
-    if not is_whole(split) or split < 0 or split % SPLIT:
-        raise AttentionError(
-            "split", shown(split), f"a multiple of {SPLIT} keys, 0 for one split, or None to balance the load"
-        )
-    return min(int(split), UNDIVIDED) or UNDIVIDED
 
 
 def _prefix(given: Any, places: CachePlaces) -> SharedPrefix:

@@ -1,4 +1,8 @@
-"""Checks the values of a call with a KV cache: lengths, offsets, pages, slots. Reads them, which synchronises a GPU."""
+"""Checks the values of a call with a KV cache: lengths, offsets, pages, slots. Reads them, which synchronises a GPU.
+
+Calls on a CPU check what would give a wrong result without a word. The rest, which is defined or has no effect (such as
+a slot past the cache, which is no key), is checked by `check_kv` and with TILEWISE_CHECK=1 alone.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,33 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .. import settings
 from ..errors import AttentionError
-from ..kv_request import KvRequest, PlannedTile, Scale
+from ..kv_request import AppendRequest, KvRequest, PlannedTile, Scale
 from ..mods.program import Mod, check_tables
-from .offsets import check_offset_values
+from ..request import gpu_of
+from .offsets import check_offset_values, is_readable_without_sync
 
 
-def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | None = None) -> None:
+def are_read(x: Tensor) -> bool:
+    """Whether calls with this tensor check contents: on a CPU, where no kernel runs, or with TILEWISE_CHECK=1."""
+    if torch.compiler.is_compiling():  # the ops check; torch.compile would guard on the number of environment variables
+        return False
+    if settings.checks_contents():
+        return True
+    return is_readable_without_sync(x) and gpu_of(x.device) is None
+
+
+def check(request: KvRequest, append: AppendRequest | None = None, full: bool = False) -> None:
     """Raises AttentionError for the first sequence with an invalid value.
 
     Args:
         request: the call.
-        slots: where new tokens are written, if given.
-        new_tokens: rows of a packed k_new; None if the call has no new tokens.
+        append: its new tokens, where they are not written yet.
+        full: whether to check what has a defined result, or no effect, too.
     """
+    slots = None if append is None else append.slots
+    full = full or settings.checks_contents()
     dense, places, k = request.dense, request.places, request.k
     if dense.cu_q is not None:
         check_offset_values("cu_seqlens_q", dense.cu_q, dense.q.shape[0])
@@ -28,7 +45,7 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
     if places.cu_new is not None:
         appended = [b - a for a, b in pairwise(places.cu_new.tolist())]
         total = sum(max(n, 0) for n in appended)
-        check_offset_values("cu_seqlens_new", places.cu_new, total if new_tokens is None else new_tokens)
+        check_offset_values("cu_seqlens_new", places.cu_new, total if append is None else append.k_new.shape[0])
     page, capacity, before = k.shape[1], places.capacity(k), request.spec.before
     ends = [] if places.indptr is None else places.indptr.tolist()
     if ends and places.table is not None:
@@ -36,7 +53,7 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
     queries = [dense.q.shape[1]] * places.batch
     if dense.cu_q is not None:
         queries = [b - a for a, b in pairwise(dense.cu_q.tolist())]
-    if dense.cu_q is not None and 0 < request.max_seqlen_q < max(queries, default=0):
+    if full and dense.cu_q is not None and 0 < request.max_seqlen_q < max(queries, default=0):
         expected = f"at least {max(queries)}, the most queries of a sequence, or None"
         raise AttentionError("max_seqlen_q", request.max_seqlen_q, expected)
     drafts = None if request.tree is None else 64 * request.tree.shape[1]
@@ -46,32 +63,38 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
     table = None if places.table is None else places.table.tolist()
     check_constant_scales(request.k_scale, request.v_scale)
     for b, (length, new) in enumerate(zip(places.lengths.tolist(), appended, strict=True)):
-        if length < 0:
-            raise AttentionError(f"lengths[{b}]", length, "0 or more")
-        most = (ends[b + 1] - ends[b]) * page if ends else capacity
-        if length + new > most:
-            raise AttentionError(f"tokens of sequence {b}", length + new, f"at most {most}, which the cache holds")
+        check_length(b, length, new, (ends[b + 1] - ends[b]) * page if ends else capacity)
         if not 0 <= starts[b] <= length + new:
             raise AttentionError(f"starts[{b}]", starts[b], f"0 to {length + new}, the tokens of the sequence")
         if table is not None:
             pages = table[ends[b] : ends[b + 1]] if ends else table[b]
         if table is not None and not places.by_token:
-            check_pages(b, pages, (starts[b] // page, -(-(length + new) // page)), k.shape[0])
-            if new and slots is None:
-                first = starts[b] if before is None else max(starts[b], length + new - queries[b] - before)
+            first = starts[b] if before is None else max(starts[b], length + new - queries[b] - before)
+            used = min(starts[b] if full else first, length) // page, -(-(length + new) // page)
+            check_pages(b, pages, used, k.shape[0])
+            if new and append is not None and slots is None:
                 _check_overwritten(b, pages, (first, length, new), page)
-        if places.by_token:
+        if full and places.by_token:
             _check_tokens(b, pages[: length + new], k.shape[0] * page)
-        else:
+        elif full:
             _check_token_scales(request, b, (starts[b], length), None if table is None else pages)
     totals = [length + new for length, new in zip(places.lengths.tolist(), appended, strict=True)]
     _check_mods(request, max(queries, default=0), max(totals, default=0))
-    if isinstance(request.shared_prefix, Tensor) and table is not None:
+    if full and isinstance(request.shared_prefix, Tensor) and table is not None:
         tables = [table[a:b] for a, b in pairwise(ends)] if ends else table
         _check_prefix(request.shared_prefix.tolist(), tables, totals, page)
     check_rows(places.rows, k.shape[0])
     if slots is not None:
-        check_slots(slots, k.shape[0] * page)
+        check_slots(slots, k.shape[0] * page, full)
+
+
+def check_length(b: int, length: int, new: int, most: int) -> None:
+    """Raises AttentionError if a sequence has more tokens than its row or pages hold."""
+    if length < 0:
+        raise AttentionError(f"lengths[{b}]", length, "0 or more")
+    if length + new > most:
+        found = f"{length} in the cache and {new} new" if new else length
+        raise AttentionError(f"tokens of sequence {b}", found, f"at most {most}, which the cache holds")
 
 
 def _check_mods(request: KvRequest, queries: int, keys: int) -> None:
@@ -160,8 +183,9 @@ def _check_overwritten(b: int, pages: list[int], sizes: tuple[int, int, int], pa
     """
     first, length, new = sizes
     written = check_distinct(b, pages, (length, new), page)
-    for j in range(first, length):
-        if (pages[j // page], j % page) in written:
+    among = {number for number, _ in written}
+    for j in range(first, length) if among.intersection(pages[first // page : length // page]) else ():
+        if pages[j // page] in among and (pages[j // page], j % page) in written:
             found = "visible to a query, but overwritten by a new token"
             raise AttentionError(f"key {j} of sequence {b}", found, "more pages in the circular page table")
 
@@ -175,11 +199,11 @@ def check_distinct(b: int, pages: list[int], new: tuple[int, int], page: int) ->
     return written
 
 
-def check_slots(slots: Tensor, count: int) -> None:
+def check_slots(slots: Tensor, count: int, full: bool) -> None:
     used = slots[slots >= 0]
     if used.numel() and int(used.max()) >= count:
         raise AttentionError("slots", int(used.max()), f"at most {count - 1}, or negative to skip a token")
-    if torch.unique(used).numel() < used.numel():
+    if full and torch.unique(used).numel() < used.numel():
         raise AttentionError("slots", "a slot for two new tokens", "a different slot for each token")
 
 

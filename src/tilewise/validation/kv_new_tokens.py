@@ -7,10 +7,11 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from .. import settings
 from ..errors import AttentionError
-from ..kv_formats import shared_columns
 from ..kv_request import AppendRequest
-from .kv_contents import check_constant_scales, check_distinct, check_pages, check_rows, check_slots
+from .kv_contents import check_constant_scales, check_distinct, check_length, check_pages, check_rows, check_slots
+from .memory import check_new_values
 from .offsets import check_offset_values
 
 Spans = list[tuple[int, int]]  # first token and number of tokens of every sequence
@@ -24,7 +25,7 @@ def check_append(append: AppendRequest) -> None:
         check_offset_values("cu_seqlens_new", places.cu_new, append.k_new.shape[0])
     check_constant_scales(append.k_scale, append.v_scale)
     if append.slots is not None:
-        check_slots(append.slots, k.shape[0] * k.shape[1])
+        check_slots(append.slots, k.shape[0] * k.shape[1], settings.checks_contents())
     else:
         _check_places(append)
     check_new_tokens(append)
@@ -39,11 +40,7 @@ def _check_places(append: AppendRequest) -> None:
         check_offset_values("page_table[0]", places.indptr, places.table.shape[0])
         table = [places.table[a:b].tolist() for a, b in pairwise(places.indptr.tolist())]
     for b, (length, (_, new)) in enumerate(zip(places.lengths.tolist(), _new_spans(append), strict=True)):
-        if length < 0:
-            raise AttentionError(f"lengths[{b}]", length, "0 or more")
-        most = capacity if table is None else len(table[b]) * page
-        if length + new > most:
-            raise AttentionError(f"tokens of sequence {b}", length + new, f"at most {most}, which the cache holds")
+        check_length(b, length, new, capacity if table is None else len(table[b]) * page)
         if table is not None and new:
             check_pages(b, table[b], (length // page, -(-(length + new) // page)), k.shape[0])
             check_distinct(b, table[b], (length, new), page)
@@ -52,12 +49,7 @@ def _check_places(append: AppendRequest) -> None:
 def check_new_tokens(append: AppendRequest) -> None:
     """Raises AttentionError for the first position outside of the rotary embedding's table, and for values of an MLA
     cache that are not the first columns of the keys."""
-    first, end = shared_columns(append.k, append.v)
-    if end:
-        keys, values = append.k_new[..., first:end], append.v_new
-        if bool((keys != values).logical_and((keys == keys) | (values == values)).any()):  # nan equals nan
-            expected = f"k_new[..., {first}:{end}], because v_cache is a view of k_cache"
-            raise AttentionError("v_new", "other numbers than in k_new", expected)
+    check_new_values(append.k_new, append.v_new, append.k, append.v, read=True)
     rotary = append.rotary
     if rotary is None:
         return

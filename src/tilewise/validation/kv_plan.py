@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import settings
 from ..errors import AttentionError
 from ..kv_formats import scale_groups
-from ..kv_request import KV_TILE, KvPlan, KvRequest
+from ..kv_request import KvPlan, KvRequest
 
 # The names of the numbers that `shape_of` returns, after the axes of q.
 Q_AXES = ("batch of q", "tokens of q", "heads of q", "head dim of q")
@@ -18,7 +18,7 @@ NAMES = (
     *("tokens of a page or row of k_cache", "heads of k_cache", "last axis of k_cache", "last axis of v_cache"),
     *("dtype of q", "dtype of k_cache", "dtype of v_cache", "device of q"),
     *("keys before a query in the window", "keys after a query in the window", "backend=", "split", "max_seqlen_q"),
-    *(KV_TILE, "cu_seqlens_q given", "cu_seqlens_new given", "starts given", "token_table given"),
+    *(settings.KV_TILE, "cu_seqlens_q given", "cu_seqlens_new given", "starts given", "token_table given"),
     *("groups of k_scale by token", "groups of v_scale by token"),
     *("keys that the cache or page table can hold", "new tokens of a sequence"),
     *("shared_prefix given", "mask_mod", "score_mod", "return_max_logit"),
@@ -30,7 +30,7 @@ def shape_of(request: KvRequest) -> tuple[Any, ...]:
     """Everything that a plan depends on except the contents of tensors."""
     (q, k, v, spec, *_), places = request.dense, request.places
     tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, k.dtype, v.dtype, q.device
-    options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
+    options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, settings.kv_tile()
     present = request.dense.cu_q is not None, places.cu_new is not None, places.starts is not None, places.by_token
     scales = scale_groups(request.k_scale), scale_groups(request.v_scale)
     own = *tensors, *options, *present, *scales, places.capacity(k), places.new, request.shared_prefix is not None

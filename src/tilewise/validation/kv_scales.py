@@ -73,14 +73,6 @@ def checked_scale(name: str, scale: Any, cache: Tensor, batch: int) -> Scale:
     return found_scale
 
 
-def check_written_scale(name: str, scale: Scale) -> None:
-    """Raises AttentionError if the scales of new tokens cannot be written."""
-    if not isinstance(scale, Tensor) or scale.dim() < 3:
-        return
-    if any(step == 0 and n > 1 for step, n in zip(scale.stride(), scale.shape, strict=True)):
-        raise AttentionError(f"strides of {name}", scale.stride(), "distinct memory for each element")
-
-
 def check_deepseek_fp8(k: Tensor, v: Tensor, k_scale: Any, v_scale: Any) -> None:
     """Raises AttentionError if the values of a cache in DeepSeek's fp8 format are not its latent vectors, or if it is
     given with scales."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.options import Options
 from ..errors import AttentionError, shown
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..mods.program import Mod, check_tables
-from ..options import Options
 from ..request import Request, has_address
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import registry
+from tilewise.call.fields import ATTENTION
 from tilewise.request import Gpu, Request
 from tilewise.validation import dense as checks
 from tilewise_lab.bench.cases import Case
@@ -36,7 +37,7 @@ def request_of(case: Case) -> Request:
 
     q = some(case.n_q, case.heads, case.dim)
     k, v = some(case.seq, case.kv_heads, case.dim), some(case.seq, case.kv_heads, case.dv)
-    options = checks.options_of({"causal": case.causal, "window": None if case.window is None else (case.window, 0)})
+    options = ATTENTION.completed({"causal": case.causal, "window": None if case.window is None else (case.window, 0)})
     if not case.lengths:
         return checks.dense(q, k, v, options)  # type: ignore[no-any-return]
     cu = torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="meta")

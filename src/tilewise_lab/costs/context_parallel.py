@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewise.distributed import pass_time
 from tilewise.distributed.layout import cacheable
 from tilewise.distributed.partition import Partition
-from tilewise.distributed.pass_time import Machine, Pass, Shape, advised, default_kv_heads, refusal, simulate_pass
 from tilewise.errors import AttentionError
+from tilewise_lab.costs import pass_time
 from tilewise_lab.costs.devices import ITEMSIZE, device
 from tilewise_lab.costs.explain import explain
+from tilewise_lab.costs.pass_time import Machine, Pass, Shape, advised, default_kv_heads, refusal, simulate_pass
 from tilewise_lab.costs.predict import Model
 
 __all__ = ["LINKS", "Estimate", "Simulation", "advised", "estimate", "machine_of", "simulate"]

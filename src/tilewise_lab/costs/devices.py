@@ -16,7 +16,8 @@ from functools import cache
 from typing import Any
 
 from tilewise.errors import AttentionError
-from tilewise.request import Gpu
+from tilewise.request import Gpu, older_target
+from tilewise.settings import TARGET
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -158,9 +159,12 @@ def _match(name: str) -> str:
 
 
 def from_properties(name: str, properties: Any) -> Device:
-    """The device of torch's properties: rates of the table if its name is there, else estimated from the properties."""
-    known = DEVICES.get(_match(name))
+    """The device of torch's properties: rates of the table if its name is there, else estimated from the properties.
+    With TILEWISE_TARGET it is one of that architecture."""
+    known, older = DEVICES.get(_match(name)), older_target()
     capability = properties.major * 10 + properties.minor
+    if older is not None:
+        name, capability = f"{name} as {older} ({TARGET})", older.capability
     sms = properties.multi_processor_count
     clock = getattr(properties, "clock_rate", 1.5e6) * 1e3
     bandwidth = (

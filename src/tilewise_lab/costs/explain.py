@@ -42,11 +42,13 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from tilewise import settings
 from tilewise.backends import registry as dispatch
 from tilewise.backends.protocol import Backend
+from tilewise.call.fields import ATTENTION
+from tilewise.call.options import Options
 from tilewise.errors import AttentionError
 from tilewise.mods.blocks import BlockMask
-from tilewise.options import Options, takes_options
 from tilewise.request import Request, has_triton, num_differentiable
 from tilewise.validation import dense as checks
 from tilewise.validation.offsets import as_int32_offsets
@@ -63,7 +65,7 @@ TERMS = "softcap", "bias", "alibi_slopes", "sinks", "score_mod", "mask_mod", "dr
 Shape = Sequence[int]
 
 
-@takes_options
+@ATTENTION.shown
 def explain(
     q: Tensor | Shape,
     k: Tensor | Shape,
@@ -96,7 +98,7 @@ def explain(
     Raises:
         AttentionError: an argument is wrong, or a backend that was named does not support the call.
     """
-    values = checks.options_of(options)
+    values = ATTENTION.completed(options)
     for name, flag in (("backward", backward), ("compiled", compiled)):
         if not isinstance(flag, bool) and flag is not None:
             raise AttentionError(name, repr(flag), "True or False")
@@ -220,7 +222,7 @@ def _resources(
         return {}, "kernels with score terms are compiled when they are first called"
     if not has_triton():
         return {}, "no Triton here"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if settings.interprets():
         return {}, "Triton is interpreting (TRITON_INTERPRET=1)"
     try:
         with _quiet():

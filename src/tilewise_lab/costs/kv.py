@@ -40,11 +40,11 @@ from torch import Tensor
 from tilewise.backends import registry as dispatch
 from tilewise.backends.common.kv.partition import Partition
 from tilewise.backends.common.kv.partition import partition as partition_of
+from tilewise.call.fields import CACHE
 from tilewise.errors import AttentionError
 from tilewise.kv_formats import has_token_scales, head_dim, shares_memory
 from tilewise.kv_request import KvRequest
 from tilewise.mods.dropout import is_whole
-from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 from tilewise_lab.costs import roofline
 from tilewise_lab.costs.devices import ITEMSIZE, Device
@@ -220,10 +220,11 @@ def explain_kv(
         AttentionError: an argument is wrong, or a backend that was named does not support the call.
     """
     v_cache = k_cache if v_cache is None else v_cache
-    given = [_tensor(x, dtype) for x in (q, k_cache, v_cache)]
+    names = "q", "k_cache", "v_cache"
+    given = [_tensor(name, x, dtype) for name, x in zip(names, (q, k_cache, v_cache), strict=True)]
     for name in ("k_new", "v_new"):
         if options.get(name) is not None:
-            options[name] = _tensor(options[name], dtype)
+            options[name] = _tensor(name, options[name], dtype)
     for name in ("k_scale", "v_scale"):
         if isinstance(options.get(name), Tensor):
             options[name] = options[name].to("meta")
@@ -233,7 +234,7 @@ def explain_kv(
     if shares_memory(*given[1:]):
         on_v = on_k[..., : on_v.shape[-1]]
         shared = on_v.shape[-1] * on_v.element_size()
-    values = kv_options(options)  # type: ignore[arg-type]
+    values = CACHE.completed(options)  # type: ignore[arg-type]
     if not isinstance(lengths, int):
         try:
             lengths = torch.as_tensor(lengths).cpu().int()
@@ -338,11 +339,11 @@ def _sequences(request: KvRequest, lengths: Tensor | int) -> list[tuple[int, int
     return [*found, (rest, 0, 0)] if rest > 0 else found
 
 
-def _tensor(x: Tensor | Shape, dtype: str) -> Tensor:
+def _tensor(name: str, x: Tensor | Shape, dtype: str) -> Tensor:
     if isinstance(x, Tensor):
         return x
     if dtype not in ITEMSIZE:
         raise AttentionError("dtype", repr(dtype), " or ".join(ITEMSIZE))
     if not isinstance(x, Sequence) or not all(is_whole(n) and n >= 0 for n in x):
-        raise AttentionError("tensor or shape", repr(x), "a tensor, or the sizes of one")
+        raise AttentionError(name, repr(x), "a tensor, or the sizes of one")
     return torch.empty(tuple(x), dtype=getattr(torch, dtype), device="meta")

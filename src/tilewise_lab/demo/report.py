@@ -9,11 +9,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tilewise_lab.cli import CALLED
 from tilewise_lab.demo import measure
 from tilewise_lab.demo.measure import BUDGET, CONTENDERS, Results, Setting
 from tilewise_lab.demo.words import binary, duration, ratio
 from tilewise_lab.progress import progress
 
+NEXT = {
+    "learn": "a course: how FlashAttention works, in lessons that run",
+    "explain 1 4096 16 128 --device H200": "what a call costs on a GPU, and what limits it",
+    "explore": "an interactive page on how attention is computed",
+    "--help": "all commands",
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -47,6 +54,10 @@ def show(results: Results, page: Path) -> None:
     console.print(
         f"[bold {'green' if results.passed else 'red'}]{verdict}[/]; the pictures are in {page}", soft_wrap=True
     )
+    console.print("\nWhat to try next:")
+    width = max(map(len, NEXT))
+    for command, what in NEXT.items():
+        console.print(f"  {CALLED} {command:<{width}}  {what}", soft_wrap=True, highlight=False)
 
 
 def errors_table(results: Results) -> Table:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.merge import State as Partial
-from tilewise.merge import union
+from tilewise.merging import State as Partial
+from tilewise.merging import union
 from tilewise_lab.derivation.softmax import correction
 
 

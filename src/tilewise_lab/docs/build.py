@@ -33,6 +33,7 @@ ENGLISH_ONLY = (
     "hopper-forward.md",
     "portable-kernels.md",
     "upstream.md",
+    "wrong-results.md",
     "results/",
 )
 PICTURE = re.compile(

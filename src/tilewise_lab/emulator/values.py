@@ -82,6 +82,10 @@ class Value:
     def __neg__(self) -> Value:
         return Value(-self.data)
 
+    def __bool__(self) -> bool:
+        """Of a scalar, as a branch needs it. A branch that each lane takes by itself is taken if any lane takes it."""
+        return bool(self.data.any())
+
     __hash__ = None  # type: ignore[assignment]
 
 

@@ -97,7 +97,7 @@ def _one(
         kept = tilewise.dropout_mask(
             b + 1, case.heads, len(i), len(j), p=case.dropout_p, seed=case.dropout_seed, device=q.device
         )[b]
-        keep = kept.to(dtype) / (1 - case.dropout_p)
+        keep = kept.to(dtype) * 2**16 / (2**16 - round(case.dropout_p * 2**16))
     s = s.expand(case.heads, len(i), len(j))
     hide = ~seen(case, place, fixed)
     sink = (

@@ -14,6 +14,7 @@ import torch
 from tests.second import TERMS
 from tilewise.backends.common.hvp_launches import build_hvp
 from tilewise.backends.common.launch import DeviceMemory, Target
+from tilewise.call.fields import ATTENTION
 from tilewise.request import Gpu, Request, Spec
 from tilewise.validation import dense as checks
 from tilewise_lab.costs.compiled import compile_for
@@ -39,7 +40,7 @@ def launches(
     if term is None:
         request = Request(q, k, k, Spec(scale=0.125, before=window[0], after=window[1]), cu_q=cu, cu_k=cu)
     else:
-        request = checks.dense(q, k, k, checks.options_of(TERMS[term](n, "cpu")))
+        request = checks.dense(q, k, k, ATTENTION.completed(TERMS[term](n, "cpu")))
     tensors = *request.tensors(), q, lse, q, lse, q, k, k
     target = Target(Gpu("cuda", arch), 132)
     made = import_module("tilewise.backends.hopper.hvp_launches").ONE_PASS if one_pass else None

@@ -26,8 +26,8 @@ from tilewise.backends.common.kv import partition as partitions
 from tilewise.backends.common.kv import prefix_launches as prefix_launch
 from tilewise.backends.common.kv.runners import with_rotated
 from tilewise.backends.common.launch import DeviceMemory, Target
+from tilewise.call.fields import CACHE
 from tilewise.kv_request import KvCall, KvRequest
-from tilewise.options import kv_options
 from tilewise.request import Gpu
 from tilewise.validation import kv as checks
 from tilewise_lab.costs.compiled import Compiled, compile_for
@@ -97,13 +97,13 @@ def launch_of(
             )
             rotary = tilewise.Rotary(torch.zeros(64, dim // 2), torch.zeros(64, dim // 2))
             names = ("page_table", "k_scale", "v_scale")
-            asked = kv_options({"rotary": rotary, **{n: options[n] for n in names if n in options}})
+            asked = CACHE.completed({"rotary": rotary, **{n: options[n] for n in names if n in options}})
             if norm:
                 asked["qk_norm"] = tilewise.QkNorm(torch.ones(dim), torch.ones(dim))
             places = checks.places_of(new[0], k, lengths, asked)
             request = checks.append_request(*new, k, v, places, q, asked)
             return append_launches.append_launch(with_rotated(request, DeviceMemory(torch.device("cpu"))), gpu)
-        request = checks.attend_request(q, k, v, lengths, kv_options(options))
+        request = checks.attend_request(q, k, v, lengths, CACHE.completed(options))
         target, memory = Target(gpu, 132), DeviceMemory(torch.device("cpu"))
         if prefix:
             return prefix_launch_of(kernel, request, target, memory)

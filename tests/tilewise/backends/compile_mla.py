@@ -21,8 +21,8 @@ from tilewise.backends.common.kv.mla_launches import attend_launches
 from tilewise.backends.common.launch import DeviceMemory, Target
 from tilewise.backends.hopper.mla_launches import hopper_mla_launches
 from tilewise.backends.hopper.topk import topk_launch
+from tilewise.call.fields import CACHE
 from tilewise.kv_request import KvCall
-from tilewise.options import kv_options
 from tilewise.request import Gpu
 from tilewise.validation import kv as checks
 from tilewise_lab.costs.compiled import compile_for
@@ -62,7 +62,7 @@ def launch_of(
     elif page:
         options["page_table"] = torch.zeros(BATCH, ROWS, dtype=torch.int32)
     lengths = torch.zeros(BATCH, dtype=torch.int32)
-    request = checks.attend_request(q, cache, cache[..., :512], lengths, kv_options(options))
+    request = checks.attend_request(q, cache, cache[..., :512], lengths, CACHE.completed(options))
     target, memory = Target(Gpu("cuda", arch), 132), DeviceMemory(torch.device("cpu"))
     numbers, floats = launches.schedule_sizes(request, target)
     schedule, workspace = torch.empty(numbers, dtype=torch.int64), torch.empty(floats)

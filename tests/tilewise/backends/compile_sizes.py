@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tilewise.backends import registry
-from tilewise.backends.common.kernel_call import Placeholders, all_arguments, build_backward
-from tilewise.backends.common.launch import DeviceMemory, Target, parameters_of, sizes_of
+from tilewise.backends.common.kernel_call import Placeholders, build_backward
+from tilewise.backends.common.launch import DeviceMemory, Target, all_arguments, parameters_of, sizes_of
 from tilewise.backends.common.offline import binary_for, specialised
 from tilewise.backends.hopper import launches as hopper
 from tilewise.backends.hopper import offline

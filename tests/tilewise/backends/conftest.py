@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
 def kernels_run(triton_runs: None) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def quiet_numpy() -> Iterator[None]:
-    """The interpreter computes with numpy, which warns of every NaN that a test puts in."""
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,39 @@ class CUfunction_attribute(IntEnum):  # noqa: N801 - NVIDIA's name
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 
+class CUstreamCaptureMode(IntEnum):
+    CU_STREAM_CAPTURE_MODE_GLOBAL = 0
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2
+
+
+class CUstream_flags(IntEnum):  # noqa: N801 - NVIDIA's name
+    CU_STREAM_NON_BLOCKING = 1
+
+
+class CUuserObject_flags(IntEnum):  # noqa: N801 - NVIDIA's name
+    CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1
+
+
+class CUuserObjectRetain_flags(IntEnum):  # noqa: N801 - NVIDIA's name
+    CU_GRAPH_USER_OBJECT_MOVE = 1
+
+
+class Graph:
+    """A graph that is captured, and what it owns."""
+
+    numbers = count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
+        self.owned: list[tuple[int, int]] = []  # a C function, and its argument
+
+    def end(self) -> None:
+        """As if the graph and all that was instantiated from it were destroyed."""
+        while self.owned:
+            function, argument = self.owned.pop()
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+
+
 class CUlaunchAttribute:
     def __init__(self) -> None:
         self.id: Any = None
@@ -85,6 +119,8 @@ class FakeDriver:
         launches: what each launch was given.
         statuses: what the next launches return; then they succeed.
         current: the context of this thread, 0 for none.
+        mode: of captures. What another thread's capture forbids asserts that it is relaxed.
+        graph: that is captured at the moment.
     """
 
     CUresult = CUresult
@@ -97,7 +133,11 @@ class FakeDriver:
     CUfunction_attribute = CUfunction_attribute
     CUlaunchAttribute = CUlaunchAttribute
     CUlaunchConfig = CUlaunchConfig
-    CUstream = cuuint64_t = cuuint32_t = int
+    CUstreamCaptureMode = CUstreamCaptureMode
+    CUstream_flags = CUstream_flags
+    CUuserObject_flags = CUuserObject_flags
+    CUuserObjectRetain_flags = CUuserObjectRetain_flags
+    CUstream = CUhostFn = cuuint64_t = cuuint32_t = int
 
     def __init__(self) -> None:
         self.sizes: dict[str, list[int]] = {}
@@ -109,6 +149,8 @@ class FakeDriver:
         self.loaded: list[bytes] = []
         self.attributes: list[tuple[str, int, int]] = []
         self.memory: list[Any] = []
+        self.mode = CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        self.graph: Graph | None = None
 
     def cuLaunchKernelEx(self, config: Any, function: str, params: int, extra: int) -> tuple[Any]:  # noqa: N802
         assert extra == 0
@@ -150,7 +192,15 @@ class FakeDriver:
             return CUresult.CUDA_ERROR_INVALID_VALUE, 0, 0
         return CUresult.CUDA_SUCCESS, sum(sizes[:n]), sizes[n]
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: CUstreamCaptureMode) -> tuple[Any, ...]:  # noqa: N802
+        before, self.mode = self.mode, mode
+        return CUresult.CUDA_SUCCESS, before
+
+    def allows_during_capture(self) -> bool:
+        return self.mode == CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
     def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:  # noqa: N802
+        assert self.allows_during_capture()
         self.loaded.append(image)
         return CUresult.CUDA_SUCCESS, len(self.loaded)
 
@@ -176,14 +226,42 @@ class FakeDriver:
 
     def cuMemAlloc(self, size: int) -> tuple[Any, ...]:  # noqa: N802
         assert self.current
+        assert self.allows_during_capture()
         self.memory.append(ctypes.create_string_buffer(b"\xff" * size, size))
         return CUresult.CUDA_SUCCESS, ctypes.addressof(self.memory[-1])
 
-    def cuMemsetD8(self, address: int, value: int, size: int) -> tuple[Any]:  # noqa: N802
+    def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:  # noqa: N802
+        assert flags == CUstream_flags.CU_STREAM_NON_BLOCKING
+        return CUresult.CUDA_SUCCESS, 77
+
+    def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> tuple[Any]:  # noqa: N802
+        assert stream == 77
         ctypes.memset(address, value, size)
         return (CUresult.CUDA_SUCCESS,)
 
-    def cuCtxSynchronize(self) -> tuple[Any]:  # noqa: N802
+    def cuStreamSynchronize(self, stream: int) -> tuple[Any]:  # noqa: N802
+        assert stream != 77 or self.allows_during_capture()
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyDtoH(self, to: int, address: int, size: int) -> tuple[Any]:  # noqa: N802
+        ctypes.memmove(to, address, size)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuStreamDestroy(self, stream: int) -> tuple[Any]:  # noqa: N802
+        assert stream == 77
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:  # noqa: N802
+        assert self.graph is not None
+        return CUresult.CUDA_SUCCESS, 1, self.graph.number, self.graph, [], [], 0
+
+    def cuUserObjectCreate(self, argument: int, function: int, count: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
+        assert (count, flags) == (1, CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC)
+        return CUresult.CUDA_SUCCESS, (function, argument)
+
+    def cuGraphRetainUserObject(self, graph: Graph, owned: Any, count: int, flags: int) -> tuple[Any]:  # noqa: N802
+        assert (count, flags) == (1, CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE)
+        graph.owned.append(owned)
         return (CUresult.CUDA_SUCCESS,)
 
     def cuGetErrorString(self, status: Any) -> tuple[Any, ...]:  # noqa: N802
@@ -201,9 +279,9 @@ def installed(monkeypatch: Any) -> Iterator[FakeDriver]:
     found = FakeDriver()
     monkeypatch.setattr(launcher, "driver", found)
     monkeypatch.setattr(launcher, "_functions", {})
-    monkeypatch.setattr(kernel_call, "_counters", {})
-    monkeypatch.setattr(kernel_call, "_captured", {})
-    monkeypatch.setattr(kernel_call, "CAPTURED_CALLS", 2)
+    for name in ("_counters", "_graphs", "_spare"):
+        monkeypatch.setattr(kernel_call, name, {})
+    monkeypatch.setattr(kernel_call, "COUNTERS_AT_ONCE", 4)
     launcher.primary_context.cache_clear()
     try:
         yield found

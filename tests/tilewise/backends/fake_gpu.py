@@ -37,7 +37,7 @@ def stand_in_for_gpu(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: OnDevice(found, device))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: found.device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found.devices)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.graph is not None)
     monkeypatch.setattr(
         kernel_call, "DeviceMemory", lambda device: SimpleNamespace(
             empty=lambda shape, dtype: torch.empty(*shape, dtype=dtype),

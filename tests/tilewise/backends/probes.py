@@ -77,7 +77,8 @@ def stream_probe(q, k, v, acc, m, l, bits, n_q, n_k, before, after, scale, parts
     w = Work(part * 0, part * 0, part * 0, 0, n_q, 0, n_k, 0)
     tensors = Tensors(q, k, v, None, None, None)
     params = ScoreParams(before, after, scale, Terms(), None, None)
-    found, top, total, _ = stream_keys(tensors, w, part, parts, params, CONFIG, False)
+    pieces, top, total, _ = stream_keys(tensors, w, part, parts, params, CONFIG, False)
+    found = pieces[0]  # of its columns: there is one
     i = part * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
     tl.store(m + i, top)
     tl.store(l + i, total)

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import budget
-from tests.cases import BANDS, DTYPES, LAYOUTS, NAMES, TINY, Case, make, random_case, run
+from tests.cases import BANDS, DTYPES, LAYOUTS, NAMES, Case, make, run
 from tests.conftest import DEVICE
+from tests.covering import cases, each_once
 from tilewise import attention_varlen
 from tilewise.backends.common import tiles
 
@@ -48,23 +49,25 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@cases(
+    "name",
+    [
+        "whole tiles",
+        "one query, grouped heads",
+        "one key",
+        "no keys",
+        "no queries",
+        "no batch",
+        "packed, empty sequences",
+        "dim 1",
+        "dim 512",
+        "scale 0",
+        "large scale",
+    ],
+    FEATURES,
+)
 def test_feature(name: str) -> None:
     inputs = make(FEATURES[name], DEVICE)
-    budget.check(run(inputs, "triton"), inputs)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_layout(layout: str, packed: bool) -> None:
-    lengths = ((9, 9), (0, 0), (11, 11)) if packed else None
-    inputs = make(Case(n_q=20, n_k=20, d=8, dv=8, layouts=(layout,) * 4, lengths=lengths, after=0), DEVICE)
-    budget.check(run(inputs, "triton"), inputs)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_random(seed: int) -> None:
-    inputs = make(random_case(seed, TINY), DEVICE)
     budget.check(run(inputs, "triton"), inputs)
 
 
@@ -97,9 +100,7 @@ def test_any_packing(lengths, window, dtype, seed) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's tiles come from its table")
-@pytest.mark.parametrize("tile", [(32, 16), (16, 32), (64, 16)])
-@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
-@pytest.mark.parametrize("band", BANDS[1:3])
+@each_once(tile=[(32, 16), (16, 32), (64, 16)], apart=[False, True], band=BANDS[1:3])
 def test_tile(
     tile: tuple[int, int], apart: bool, band: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 import tilewise
 from tests.conftest import INTERPRETED
+from tests.covering import cases
 from tests.kv_cases import KvCase, inputs
 from tests.tilewise.backends.fake_gpu import CUDA, stand_in_for_gpu
 from tilewise.backends.common import kernel_call
@@ -23,9 +24,9 @@ from tilewise.backends.common.kernel_call import (
     build_backward,
 )
 from tilewise.backends.common.launch import Launch, Slot, Target
+from tilewise.call.fields import CACHE
 from tilewise.kv_cache import _call as kv_call_of
 from tilewise.kv_request import KvCall, structure_of
-from tilewise.options import kv_options
 from tilewise.request import INTERPRETER, BackwardInputs, Request
 from tilewise.validation import dense as checks
 
@@ -33,17 +34,18 @@ from tilewise.validation import dense as checks
 class Interpreted:
     """Stands for `PreparedLaunches`: finds each tensor by its slot, and runs the kernels in the interpreter."""
 
-    addresses = ()
+    def __init__(self, launches: Sequence[Any], tensors: int, device: int, low_bits: tuple[int, ...]) -> None:
+        self.launches, self.count, self.device, self.low_bits = launches, tensors, device, low_bits
 
-    def __init__(self, launches: Sequence[Any], tensors: int, device: int) -> None:
-        self.launches, self.count, self.device = launches, tensors, device
-
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+    def __call__(self, addresses: Sequence[int], stream: int) -> bool:
         assert len(addresses) == self.count
+        if kernel_call.low_bits(addresses) != self.low_bits:
+            return False
         for launch in self.launches:
             made: Launch = launch.binary
             args = [self.filled(a, b, addresses) for a, b in zip(made.args, launch.args, strict=True)]
             made._replace(args=tuple(args))()
+        return True
 
     def filled(self, placeholder: Any, slot: Any, addresses: Sequence[int]) -> Any:
         if isinstance(placeholder, Tensor):
@@ -143,7 +145,7 @@ def request_of(name: str) -> Request:
     return checks.checked_request(q, k, v, cu, (None, None), options)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@cases("name", ["plain", "bias", "sinks", "mod", "split keys", "packed", "strided", "no keys"], CALLS)
 def test_kernels_run_from_slots_and_addresses(name: str, interpreted: None) -> None:
     """Forward and backward, of tensors that are not those of the first call."""
     from tilewise.backends.reference import backward, forward
@@ -204,7 +206,7 @@ def test_a_kv_cache_runs_from_addresses(case: KvCase, options: dict[str, Any], g
         ours, theirs = (inputs(case, torch.float32, seed=seed) for _ in range(2))
         made = []
         for x in (ours, theirs):
-            asked = kv_options(x.options | options | {"backend": "triton"})
+            asked = CACHE.completed(x.options | options | {"backend": "triton"})
             if given == "out":
                 asked["out"] = torch.empty_like(x.q)
             made.append(kv_call_of(x.q, x.k, x.v, x.lengths, asked))

@@ -14,7 +14,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from tests.compiling import environment  # noqa: E402
+from tests.forks import environment, python  # noqa: E402
 from tilewise.backends.common import launch as compiler  # noqa: E402
 from tilewise.backends.common.launch import Launch, compile_launches  # noqa: E402
 
@@ -190,7 +190,8 @@ def test_functions_among_the_arguments_are_found() -> None:
         "found = functions_in(({'A': (fill, [clear_kernel, 3]), 'B': None}, fill, 'fill'))\n"
         "assert list(found) == [fill, clear_kernel, fill]\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment())
+    done = python("-c", script)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

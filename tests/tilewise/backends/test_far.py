@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tilewise
 from tests.conftest import DEVICE
+from tests.covering import cases, each_once
 from tilewise import mods
 from tilewise.backends.common.mod_source import has_large_scores
 from tilewise.mods.program import Mod
@@ -73,8 +74,7 @@ MODS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODS)
+@each_once(name=MODS, dtype=[torch.float32, torch.bfloat16])
 def test_a_row_of_equals_is_a_mean(name: str, dtype: torch.dtype, backend: str) -> None:
     """As softmax has it, and so have its gradients."""
     check(MODS[name], dtype, backend)
@@ -123,7 +123,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "far"), [*((name, LEAST) for name in CALLS), ("full", -1e9), ("full", -1e4)])
+@cases(
+    "name, far",
+    [("causal, shared keys", LEAST), ("sinks as far out", LEAST), ("bfloat16", LEAST), ("full", -1e4)],
+    [*((name, LEAST) for name in CALLS), ("full", -1e9)],
+)
 def test_gradients_of_a_biased_row(name: str, far: float, backend: str) -> None:
     """Of q, k, v, the bias and the sinks, through out and lse."""
     gradients(backend, far, **CALLS[name])

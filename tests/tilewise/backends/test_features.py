@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,33 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
-from tests import features, features_budget
 from tests.conftest import INTERPRETED
+from tests.covering import cases, each_once
 from tilewise.autograd import attend
 from tilewise.backends.common import term_gradients
 from tilewise.plan_cache import CallPlan
 from tilewise.request import Request, Spec
-
-
-@pytest.mark.parametrize("name", features.ALONE)
-def test_alone(name: str, triton_runs: None, device: str) -> None:
-    """Every other one packed: each takes the interpreter seconds."""
-    packed = list(features.ALONE).index(name) % 2 == 1
-    chosen = features.Features(**features.ALONE[name], packed=packed, d=16, dv=16, band=(False, True))
-    features_budget.check(features.make(chosen, 4, longest=24, device=device), "triton")
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_random_combinations(seed: int, backend: str, device: str) -> None:
-    chosen = features.Features.random(seed, dims=(8, 16), dtypes=("float32",), blocks=16)
-    features_budget.check(features.make(chosen, seed, longest=40, device=device), backend)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_block_masks_of_packed_sequences(seed: int, triton_runs: None, device: str) -> None:
-    chosen = features.Features.random(seed, dims=(8, 16), dtypes=("float32",), blocks=16)
-    chosen = replace(chosen, packed=True, blocks=16, mask=list(features.MASKS)[seed])
-    features_budget.check(features.make(chosen, seed, longest=60, device=device), "triton")
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -61,7 +39,7 @@ def test_a_masked_key_does_not_leak(blocks: bool, backend: str, device: str) -> 
     assert results[1][0][:, ~others].isnan().all()
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 2), "scale": -0.3}], ids=str)
+@cases("options", [{"window": (5, 2), "scale": -0.3}], [{}, {"causal": True}], ids=str)
 def test_forward_mode(options: dict[str, object], triton_runs: None, device: str) -> None:
     shapes = ((2, 37, 4, 16), (2, 45, 2, 16), (2, 45, 2, 24))
     x, along = (tuple(torch.randn(s, device=device) for s in shapes) for _ in range(2))
@@ -74,8 +52,7 @@ def test_forward_mode(options: dict[str, object], triton_runs: None, device: str
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["k", "v", "dk", "dv"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@each_once(value=[torch.nan, torch.inf], name=["k", "v", "dk", "dv"])
 def test_forward_mode_of_a_hidden_key(name: str, value: float, triton_runs: None, device: str) -> None:
     """Key 20, or its movement, is not finite: rows that do not see it must not know, and those that do become nan."""
     x, along = ([torch.randn(1, 36, 2, 16, device=device) for _ in range(3)] for _ in range(2))
@@ -100,7 +77,7 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("name", TERMS)
+@cases("name", ["dropout and a mask"], TERMS)
 def test_forward_mode_with_terms(name: str, triton_runs: None) -> None:
     """Tangents of q, k and v of a call with terms."""
     torch.manual_seed(0)
@@ -126,7 +103,7 @@ def test_forward_mode_of_a_term_is_refused(tangent: bool, triton_runs: None, dev
         torch.func.jvp(call, given, given)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@cases("dtype", [torch.float32], [torch.bfloat16])
 def test_a_finite_bias_hides_nothing(dtype: torch.dtype, backend: str) -> None:
     """A row of the least number there is has the mean of its values, as in torch; a row of -inf sees nothing. Where
     other keys have a better score, neither counts."""
@@ -213,3 +190,41 @@ def test_a_bias_shorter_than_a_sequence_is_not_left(triton_runs: None, device: s
     found = (attend(request.spec, CallPlan(request), request.tensors()) for request in (short, whole))
     for ours, expected in zip(*found, strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("far", [30.0, 1.1e30, 3.4e38])
+@pytest.mark.parametrize("statistics", [False, True], ids=["out", "out and lse"])
+def test_sinks_of_rows_without_keys(far: float, statistics: bool, backend: str, device: str) -> None:
+    """30 rows see no key: their lse is the sink, to a rounding that is above 1e20 for the large ones."""
+    values = torch.tensor([-torch.inf, 0.0, far, -far, -0.7 * far, 0.3 * far], device=device)
+    q, k, v, dout = (torch.randn(1, n, 6, 16, device=device) for n in (40, 10, 10, 40))
+    dlse = torch.randn(1, 6, 40, device=device) * statistics
+    found = []
+    for name, dtype in ((backend, torch.float32), ("reference", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (values, q, k, v)]
+        sinks, *tensors = leaves
+        out, lse = tilewise.attention(*tensors, sinks=sinks, causal=True, return_lse=True, backend=name)
+        total = (out * dout).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse).sum()
+        found.append(torch.autograd.grad(total, leaves))
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("far", [-1e30, 3.4e38])
+def test_derivatives_of_rows_without_keys_and_with_sinks(far: float, triton_runs: None, device: str) -> None:
+    """Forward mode and second derivatives with sinks, for which some rows have an lse without a key."""
+    sinks = torch.tensor([-torch.inf, far], device=device)
+    x, along = (tuple(torch.randn(1, n, 2, 16, device=device) for n in (30, 12, 12)) for _ in range(2))
+
+    def call(*t: torch.Tensor, backend: str) -> torch.Tensor:
+        return tilewise.attention(*t, sinks=sinks, causal=True, backend=backend)
+
+    moved, second = [], []
+    for backend in ("triton", "reference"):
+        moved.append(torch.func.jvp(lambda *t, backend=backend: call(*t, backend=backend), x, along)[1])
+        leaves = [t.clone().requires_grad_() for t in x]
+        first = torch.autograd.grad(call(*leaves, backend=backend).square().sum(), leaves, create_graph=True)
+        second.append(torch.autograd.grad(sum((g * a).sum() for g, a in zip(first, along, strict=True)), leaves))
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-4, atol=1e-4)
+    for ours, expected in zip(*second, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)

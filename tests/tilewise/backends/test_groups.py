@@ -12,6 +12,7 @@ import tilewise
 from tests import budget, features, features_budget
 from tests.cases import Case, make, run
 from tests.conftest import DEVICE
+from tests.covering import cases
 from tilewise.backends.common.kernel_call import new_results
 from tilewise.backends.common.launch import DeviceMemory, Launch
 from tilewise.backends.triton.launches import forward_launch
@@ -36,7 +37,7 @@ def made(case: Case, **changes: Any) -> Launch:
     return forward_launch(request, *new_results(request, DeviceMemory(q.device)), INTERPRETER)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@cases("name", ["keys in parts", "packed"], CALLS)
 def test_within_budget(name: str) -> None:
     inputs = make(CALLS[name], DEVICE)
     budget.check(run(inputs, "triton"), inputs)
@@ -50,7 +51,7 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("name", TERMS)
+@cases("name", ["bias, dropout"], TERMS)
 def test_terms(name: str) -> None:
     chosen = features.Features(**TERMS[name], d=16, dv=16, band=(True, True), heads=(4, 2))  # type: ignore[arg-type]
     features_budget.check(features.make(chosen, 5, longest=30, device=DEVICE, queries=7), "triton")

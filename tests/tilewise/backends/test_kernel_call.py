@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,8 +15,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.tilewise.backends import fake_driver
-from tests.tilewise.backends.fake_driver import FakeDriver, binary
+from tests.tilewise.backends.fake_driver import CUresult, FakeDriver, Graph, binary
 from tests.tilewise.backends.fake_gpu import CUDA, stand_in_for_gpu
+from tilewise import AttentionError
 from tilewise.backends.common import kernel_call
 from tilewise.backends.common import launch as launcher
 from tilewise.backends.common.device.structs import View
@@ -24,9 +26,8 @@ from tilewise.backends.common.kernel_call import (
     Descriptor,
     KernelCall,
     Placeholders,
-    all_arguments,
 )
-from tilewise.backends.common.launch import COUNTERS, Built, Launch, Slot
+from tilewise.backends.common.launch import COUNTERS, Built, Launch, Slot, all_arguments
 
 # Placeholders
 
@@ -144,7 +145,7 @@ class Kernel:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """A GPU with a fake driver: tensors are in the memory of the CPU."""
     with fake_driver.installed(monkeypatch) as found:
-        found.stream, found.device, found.capturing, found.devices = 5, 0, False, 1
+        found.stream, found.device, found.devices = 5, 0, 1
         stand_in_for_gpu(monkeypatch, found)
         monkeypatch.setattr(kernel_call, "compile_launches", lambda launches: [
             binary(found, f"f{n}", Kernel.signature, [*Kernel.sizes]) for n, _ in enumerate(launches)
@@ -203,69 +204,163 @@ def test_arguments_follow_the_addresses_of_each_call(driver: FakeDriver) -> None
     call = KernelCall(Made(), (x, None, y), CUDA)
     call((x, None, y))
     launches: Any = call.launches
-    first = list(launches.addresses)
+    first = list(launches.idle[0].addresses)
     other = [address + 32 for address in first]
     for given in (first, first, other, first):
         launches(list(given), 5)
         assert addresses(driver.launches[-2])[:3] == [given[0] + 16, given[2], given[3]]
 
 
-def test_arguments_are_written_again_after_an_error(driver: FakeDriver) -> None:
-    x, y = torch.zeros(4, 8).half(), torch.zeros(3).long()
-    call = KernelCall(Made(), (x, None, y), CUDA)
-    call((x, None, y))
-    launches: Any = call.launches
-    first = list(launches.addresses)
-    launches.maps, whole = [(0, 0, {})], launches.maps
-    with pytest.raises(KeyError):
-        launches([address + 32 for address in first], 5)
-    launches.maps = whole
-    launches(first, 5)
-    assert addresses(driver.launches[-2])[:3] == [first[0] + 16, first[2], first[3]]
+TENSORS = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
 
 
-def test_counters_of_a_stream_are_allocated_once(driver: Any) -> None:
-    tensors = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
-    call = KernelCall(Made(), tensors, CUDA)
-    used = []
-    for stream in (5, 5, 6, 5, 6):
-        driver.stream = stream
-        call(tensors)
-        used.append(addresses(driver.launches[-2])[3])
+def counters_of(driver: Any, call: KernelCall, stream: int = 5, graph: Graph | None = None) -> int:
+    """The address of the counters of the next call."""
+    driver.stream, driver.graph = stream, graph
+    call(TENSORS)
+    driver.graph = None
+    first, second = driver.launches[-2:]
+    assert addresses(second)[3] == addresses(first)[3] + 16
+    return addresses(first)[3]
+
+
+def test_counters_of_a_stream(driver: Any) -> None:
+    """Calls on one stream share them. They are zeros, and allocated several at once."""
+    call, other = KernelCall(Made(), TENSORS, CUDA), KernelCall(Made(), TENSORS, CUDA)
+    used = [counters_of(driver, call, stream) for stream in (5, 5, 6, 5, 6)]
     assert used[0] == used[1] == used[3] != used[2] == used[4]
-    assert len(driver.memory) == 3  # of two streams, and of captured calls
-    other = KernelCall(Made(), tensors, CUDA)
-    other(tensors)
-    assert addresses(driver.launches[-2])[3] == used[-1]  # calls on one stream share them
-
-
-def test_every_captured_launch_has_its_own_counters(driver: Any) -> None:
-    """A graph may be replayed beside others. The first launches have reserved ones, others the graph's memory."""
-    tensors = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
-    call = KernelCall(Made(), tensors, CUDA)
-    call(tensors)
-    stream = addresses(driver.launches[-2])[3]
-    driver.capturing = True
-    reserved = []
-    for _ in range(kernel_call.CAPTURED_CALLS):
-        call(tensors)
-        reserved.append(addresses(driver.launches[-2])[3])
-    start = ctypes.addressof(driver.memory[1])
-    assert reserved == [start, start + 4 * COUNTERS]
-    assert bytes(driver.memory[1]) == bytes(8 * COUNTERS)
-    kept = []
-    allocated = kernel_call.DeviceMemory(CUDA).counters
-    with pytest.MonkeyPatch.context() as patch:
-        memory = SimpleNamespace(counters=lambda: kept.append(allocated()) or kept[-1])
-        patch.setattr(kernel_call, "DeviceMemory", lambda device: memory)
-        for n in range(2):
-            call(tensors)
-            assert addresses(driver.launches[-2])[3] == kept[n].data_ptr() != stream
-    assert kept[0].data_ptr() != kept[1].data_ptr()
+    assert counters_of(driver, other, 6) == used[-1]
+    [memory] = driver.memory
+    start = ctypes.addressof(memory)
+    assert {*used} <= {*range(start, start + 4 * 4 * COUNTERS, 4 * COUNTERS)}
+    assert bytes(memory) == bytes(4 * 4 * COUNTERS)
+    assert len({counters_of(driver, call, stream) for stream in range(5, 10)}) == 5
     assert len(driver.memory) == 2
-    driver.capturing = False
-    call(tensors)
-    assert addresses(driver.launches[-2])[3] == stream
+
+
+def test_counters_of_a_captured_graph(driver: Any) -> None:
+    """A graph may be replayed beside others and beside eager calls, so its counters are its own, for each stream. They
+    are never more than that, however many calls it has."""
+    call = KernelCall(Made(), TENSORS, CUDA)
+    one, two = Graph(), Graph()
+    eager = counters_of(driver, call)
+    first = [counters_of(driver, call, stream, one) for stream in (5, 6, 5, 6, 5)]
+    assert first[0] == first[2] == first[4] != first[1] == first[3]
+    others = [counters_of(driver, call, 5, two), counters_of(driver, call, 6, two)]
+    assert len({eager, *first, *others}) == 5
+    assert counters_of(driver, call) == eager
+    assert all(ctypes.string_at(address, 4 * COUNTERS) == bytes(4 * COUNTERS) for address in others)
+
+
+def test_counters_of_a_graph_come_back(driver: Any) -> None:
+    call = KernelCall(Made(), TENSORS, CUDA)
+    kept = Graph()
+    held = {counters_of(driver, call), counters_of(driver, call, 5, kept)}
+    for _ in range(100):
+        graph = Graph()
+        assert not held & {counters_of(driver, call, stream, graph) for stream in (5, 6)}
+        graph.end()
+    assert len(driver.memory) == 1
+    assert {counters_of(driver, call), counters_of(driver, call, 5, kept)} == held
+    many = [Graph() for _ in range(20)]  # that stay
+    assert len({counters_of(driver, call, 5, graph) for graph in many} | held) == 22
+
+
+def test_a_call_whose_first_one_is_captured(driver: Any) -> None:
+    """Its counters are allocated during the capture."""
+    graph = Graph()
+    call = KernelCall(Made(), TENSORS, CUDA)
+    captured = counters_of(driver, call, 5, graph)
+    assert ctypes.string_at(captured, 4 * COUNTERS) == bytes(4 * COUNTERS)
+    assert counters_of(driver, call) != captured
+
+
+def test_checked_calls_compare_the_counters(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the stream. A kernel that was killed leaves them above zero."""
+    address = counters_of(driver, KernelCall(Made(), TENSORS, CUDA))
+    number = ctypes.c_int32.from_address(address + 4 * 100)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    KernelCall(Made(), TENSORS, CUDA)
+    number.value = 7
+    with pytest.raises(AttentionError, match="counters of the stream: found above zero"):
+        KernelCall(Made(), TENSORS, CUDA)
+    driver.stream = 6
+    KernelCall(Made(), TENSORS, CUDA)
+    monkeypatch.delenv("TILEWISE_CHECK")
+    driver.stream = 5
+    KernelCall(Made(), TENSORS, CUDA)
+
+
+def test_a_call_that_fails_does_not_give_its_counters_to_the_next(driver: Any) -> None:
+    """One of its launches may have run, and left them above zero."""
+    call = KernelCall(Made(), TENSORS, CUDA)
+    before = counters_of(driver, call)
+    driver.statuses = [CUresult.CUDA_SUCCESS, CUresult.CUDA_ERROR_LAUNCH_FAILED]
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        call(TENSORS)
+    assert counters_of(driver, call) != before
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_call_within_a_launch(position: int, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a signal handler or `__del__`: both calls launch everything, with their own tensors and counters."""
+    call = KernelCall(Made(), TENSORS, CUDA)
+    other = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
+    launch, waiting = driver.cuLaunchKernelEx, [True] * position + [False]
+
+    def interrupted(*given: Any) -> Any:
+        if waiting and not waiting.pop(0):
+            call(other)
+        return launch(*given)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", interrupted)
+    call(TENSORS)
+    launched = driver.launches
+    inner, outer = launched[position : position + 2], [*launched[:position], *launched[position + 2 :]]
+    for (first, second), (x, _, y) in ((inner, other), (outer, TENSORS)):
+        assert addresses(first)[:2] == [x.data_ptr() + 16, y.data_ptr()]
+        assert addresses(second)[:2] == [x.data_ptr(), y.data_ptr() + 8]
+        assert addresses(second)[3] == addresses(first)[3] + 16
+    assert addresses(inner[0])[3] != addresses(outer[0])[3]
+
+
+def test_a_launch_that_blocks_holds_up_only_its_stream(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full queue may wait for a kernel that another thread is about to launch."""
+    call = KernelCall(Made(), TENSORS, CUDA)
+    entered, leave = threading.Event(), threading.Event()
+    launch = driver.cuLaunchKernelEx
+
+    def blocking(config: Any, *given: Any) -> Any:
+        if config.hStream == 9:
+            entered.set()
+            assert leave.wait(20)
+        return launch(config, *given)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", blocking)
+    monkeypatch.setattr(kernel_call, "current_stream", lambda device: streams.get(threading.get_ident(), 5))
+    streams: dict[int, int] = {}
+    failures: list[BaseException] = []
+
+    def other() -> None:
+        streams[threading.get_ident()] = 9
+        try:
+            call(TENSORS)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    assert entered.wait(20)
+    here = threading.Thread(target=call, args=(TENSORS,), daemon=True)
+    here.start()
+    here.join(5)
+    assert not here.is_alive(), "waits for the other stream's launch"
+    assert [x.stream for x in driver.launches] == [5, 5]
+    leave.set()
+    thread.join()
+    assert not failures
+    assert [x.stream for x in driver.launches] == [5, 5, 9, 9]
+    assert addresses(driver.launches[0])[3] != addresses(driver.launches[2])[3]
 
 
 def test_a_call_without_counters_allocates_none(driver: FakeDriver) -> None:
@@ -345,14 +440,12 @@ def test_an_unaligned_tensor_where_all_were_aligned_is_copied(driver: FakeDriver
 class Recorded:
     """Prepared launches that note the memory at the first address, with the layout of a tensor."""
 
-    addresses = ()
-
     def __init__(self, run: Any, read: list[Tensor], like: Tensor) -> None:
         self.run, self.read, self.like, self.device = run, read, like, run.device
 
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        import ctypes
-
+    def __call__(self, addresses: Sequence[int], stream: int) -> bool:
+        if not self.run(addresses, stream):
+            return False
         x = self.like
         span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
         memory = (ctypes.c_byte * (span * x.element_size())).from_address(addresses[0])
@@ -360,7 +453,7 @@ class Recorded:
         copy = torch.empty(span + 8, dtype=x.dtype)[:span].copy_(flat)
         self.read.append(copy.as_strided(x.shape, x.stride()))
         assert addresses[0] % 16 == 0
-        self.run(addresses, stream)
+        return True
 
 
 def test_alignments_that_differ_are_left_to_triton(driver: FakeDriver) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.compiling import reports
+from tests.covering import cases
 from tilewise.backends.common import tiles
 
 MODULE = "tests.tilewise.backends.compile_kv"
@@ -68,7 +69,7 @@ def faults(made: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@cases("arch", [90], TARGETS)
 def test_kernels_fit(arch: tiles.Arch) -> None:
     pytest.importorskip("triton")
     made = reports(MODULE, [{"arch": arch, **row} for row in (ROWS + MORE if arch == 90 else ROWS)])

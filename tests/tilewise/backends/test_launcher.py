@@ -16,9 +16,10 @@ pytest.importorskip("triton")
 
 from tests.tilewise.backends import fake_driver
 from tests.tilewise.backends.fake_driver import CUresult, FakeDriver, binary
+from tilewise.backends.common import kernel_call
 from tilewise.backends.common import launch as launcher
-from tilewise.backends.common.kernel_call import Descriptor, prepared, stream_counters
-from tilewise.backends.common.launch import COUNTERS, CompiledLaunch, Scalar, Slot
+from tilewise.backends.common.kernel_call import Descriptor, prepared
+from tilewise.backends.common.launch import CompiledLaunch, Scalar, Slot
 
 DESCRIPTOR = "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout()>"
 SIGNATURE = {"x": "*fp32", "d": DESCRIPTOR, "n": "constexpr", "t": ("fp32", ("i64", "constexpr"))}
@@ -116,28 +117,40 @@ def test_launches_of_a_call_share_its_addresses(driver: FakeDriver) -> None:
 
 
 def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "TENSOR_MAPS", 3)
+    """As many are kept as a plan's bytes allow; then the oldest eighth is dropped."""
+    monkeypatch.setattr(kernel_call, "MAP_BYTES", 16 * launcher.TENSOR_MAP_ENTRY)
     run = prepared([CompiledLaunch(kernel(driver), 9, arguments())], 2, 0)
+
+    def encoded(numbers: Any) -> int:
+        assert run is not None
+        before = driver.encoded
+        for n in numbers:
+            run([1000, 1024 * n], 0)
+            assert driver.launches.pop().read[1].fields["address"] == 1024 * n
+        return driver.encoded - before
+
+    assert encoded((*range(1, 17), *range(1, 17))) == 16
+    assert encoded([17, *range(3, 18)]) == 1
+    assert len(driver.maps) == 15
+    assert encoded([1, 2]) == 2
+    assert encoded(range(18, 200)) == 182
+    assert len(driver.maps) <= 16
+    run = prepared([CompiledLaunch(kernel(driver), 9, arguments())] * 2, 2, 0)  # two share the bytes
     assert run is not None
-    for address in (2048, 4096, 2048, 4096, 6144):
-        run([1000, address], 0)
-        assert driver.launches[-1].read[1].fields["address"] == address
-    assert driver.encoded == 3
-    for address in (8192, 2048):  # the cache was full and starts again
-        run([1000, address], 0)
-        assert driver.launches[-1].read[1].fields["address"] == address
-    assert driver.encoded == 5
+    for n in range(1, 30):
+        run([1000, 1024 * n], 0)
     driver.launches.clear()
-    assert len(driver.maps) <= 3  # the others were freed
+    assert len(driver.maps) <= 16
 
 
 def test_an_address_that_the_driver_refuses(driver: FakeDriver) -> None:
     run = prepared([CompiledLaunch(kernel(driver), 9, arguments())], 2, 0)
     assert run is not None
-    with pytest.raises(RuntimeError, match="CUDA: unknown error \\(1\\)"):
-        run([1000, 2049], 0)
     run([1000, 2048], 0)
-    assert len(driver.launches) == 1
+    with pytest.raises(RuntimeError, match="CUDA: unknown error \\(1\\)"):
+        run([3000, 2049], 0)
+    run([1000, 2048], 0)
+    assert [of(x.read[0], "Q") for x in driver.launches] == [1016, 1016]
 
 
 def test_the_launch_configuration(driver: FakeDriver) -> None:
@@ -229,16 +242,8 @@ def test_a_call_without_launches(driver: FakeDriver) -> None:
     assert driver.launches == []
 
 
-def test_counters_are_zeros_from_the_driver(driver: FakeDriver) -> None:
-    address = stream_counters(0, 7)
-    assert driver.contexts == [100]
-    assert bytes(driver.memory[0]) == bytes(4 * COUNTERS)
-    assert stream_counters(0, 7) == address != 0  # calls on one stream share them
-    assert address not in (stream_counters(0, 8), stream_counters(1, 7))
-
-
 def test_threads_do_not_mix_their_addresses(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of the arguments is shared, so a launch holds a lock until the driver has read it."""
+    """Each launches with parameters of its own. The launches of one call follow each other on their stream."""
     run = prepared([CompiledLaunch(kernel(driver), 1, arguments())] * 2, 2, 0)
     assert run is not None
     launch = driver.cuLaunchKernelEx
@@ -259,12 +264,41 @@ def test_threads_do_not_mix_their_addresses(driver: FakeDriver, monkeypatch: pyt
     for thread in threads:
         thread.join()
     assert len(driver.launches) == 80
-    for one, two in zip(driver.launches[::2], driver.launches[1::2], strict=True):  # those of a call follow each other
-        n = one.stream
-        assert two.stream == n
-        for x in (one, two):
-            assert of(x.read[0], "Q") == 1024 * n + 16
-            assert x.read[1].fields["address"] == 1024 * n
+    for x in driver.launches:
+        assert of(x.read[0], "Q") == 1024 * x.stream + 16
+        assert x.read[1].fields["address"] == 1024 * x.stream
+    driver.launches.clear()
+
+    def on_one_stream(n: int) -> None:
+        for _ in range(10):
+            run([1024 * n, 1024 * n], 5)
+
+    threads = [threading.Thread(target=on_one_stream, args=(n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [of(x.read[0], "Q") for x in driver.launches]
+    assert found[::2] == found[1::2]
+    assert sorted(found) == sorted(1024 * n + 16 for n in range(1, 5) for _ in range(20))
+
+
+def test_an_interrupt_while_the_stream_is_set(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C: the next call launches on its stream, with its addresses."""
+    run = prepared([CompiledLaunch(kernel(driver), 1, arguments())] * 2, 2, 0)
+    assert run is not None
+    run([1024, 2048], 5)
+
+    def interrupt(stream: int) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "CUstream", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run([1024, 2048], 6)
+    run([4096, 8192], 6)
+    assert [x.stream for x in driver.launches] == [5, 5, 6, 6]
+    assert [of(x.read[0], "Q") for x in driver.launches[2:]] == [4096 + 16] * 2
 
 
 def test_the_bindings_have_the_names_that_are_used() -> None:

@@ -15,6 +15,7 @@ import tilewise
 from tests.budget import heads_first, largest
 from tests.cases import NAMES, Case, Inputs, make, run
 from tests.conftest import DEVICE
+from tests.covering import each_once
 from tests.oracle import seen
 
 CASE = Case(batch=1, n_q=36, n_k=44, heads=2, kv_heads=1, d=8, dv=8, before=6, after=3)
@@ -51,9 +52,9 @@ def clean() -> tuple[Tensor, ...]:
     return run(make(CASE, DEVICE), "triton")
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
-@pytest.mark.parametrize(("at", "value"), [(0, torch.nan), (17, torch.nan), (17, torch.inf), (35, -torch.inf)])
-def test_hidden_token(name: str, at: int, value: float) -> None:
+@each_once(name=["q", "k", "v", "dout"], bad=[(0, torch.nan), (17, torch.nan), (17, torch.inf), (35, -torch.inf)])
+def test_hidden_token(name: str, bad: tuple[int, float]) -> None:
+    at, value = bad
     found = run(poisoned(make(CASE, DEVICE), name, (0, at), value), "triton")
     reached = affected(name, at, CASE)
     check_untouched(clean(), found, reached)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilewise
-from tests.compiling import environment
+from tests.forks import environment
 from tests.tilewise.mods.test_functions import COMPOSED, by_head, far, over_zero
 from tests.tilewise.mods.test_functions import made as body_of
 from tests.tilewise.mods.test_integers import bits, in_order, product, shifted_out

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import DEVICE
+from tests.covering import cases
 from tests.tilewise.distributed.cases import CASES, Inputs, faults, make, planned, run
 from tilewise.distributed import rehearse
 
@@ -19,17 +20,12 @@ def to_device(inputs: Inputs) -> Inputs:
     return Inputs(*(x.to(DEVICE) for x in inputs[:5]), terms, cu)
 
 
-WAYS = [
-    ("alibi", "zigzag"),
-    *(
-        pytest.param(name, layout, marks=pytest.mark.slow)  # minutes, in the interpreter
-        for name, layout in (("dropout", "striped"), ("score mod", "striped"), ("documents, all", "zigzag"),
-                             ("bias", "zigzag"))
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "layout"), WAYS)
+# the others take minutes in the interpreter
+@cases(
+    "name, layout",
+    [("alibi", "zigzag")],
+    [("dropout", "striped"), ("score mod", "striped"), ("documents, all", "zigzag"), ("bias", "zigzag")],
+)
 def test_parts_make_the_whole(name, layout):
     case = CASES[name]
     inputs = to_device(make(case, 19))

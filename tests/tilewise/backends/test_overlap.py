@@ -17,9 +17,9 @@ from tilewise.request import Gpu
     ("gpu", "overlaps"), [(Gpu("cuda", 90), True), (Gpu("cuda", 80), False), (Gpu("hip", "gfx942"), False)], ids=str
 )
 def test_on_gpus_that_can(gpu: Gpu, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "OVERLAP", True)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     assert launch.can_overlap(gpu) is overlaps
-    monkeypatch.setattr(launch, "OVERLAP", False)
+    monkeypatch.setenv("TILEWISE_NO_OVERLAP", "1")
     assert not launch.can_overlap(gpu)
 
 

@@ -12,6 +12,7 @@ import tilewise
 from tests import budget
 from tests.cases import Case, make, run
 from tests.conftest import DEVICE
+from tests.covering import cases
 from tilewise.backends.common import tiles
 from tilewise.backends.common.launch import target_of
 from tilewise.backends.registry import choose
@@ -36,7 +37,7 @@ def parts(case: Case) -> int:
     return splits_of_keys(Request(*inputs[1:4], case.spec), target_of(inputs.q.device))
 
 
-@pytest.mark.parametrize("name", CALLS)
+@cases("name", ["bfloat16", "values wider than keys", "all keys of all queries in the last part"], CALLS)
 def test_parts_make_the_whole(name: str) -> None:
     inputs = make(CALLS[name], DEVICE)
     assert parts(CALLS[name]) > 1
@@ -58,7 +59,7 @@ TERMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TERMS)
+@cases("name", ["sinks", "dropout"], TERMS)
 def test_terms_are_counted_once(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, 2, 16, generator=generator) for n in (3, 300, 300))

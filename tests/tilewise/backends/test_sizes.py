@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.compiling import ROOT, environment
+from tests.forks import python
 
 
 @pytest.fixture(scope="module")
 def found() -> Any:
     """In a process of its own: this one's Triton is the interpreter's."""
-    script = [sys.executable, "-m", "tests.tilewise.backends.compile_sizes"]  # a path would put its folder first
-    done = subprocess.run(script, capture_output=True, text=True, env=environment(), cwd=ROOT)
+    done = python("-m", "tests.tilewise.backends.compile_sizes")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -17,7 +17,7 @@ from tests.tilewise.backends.probes import stream_probe
 from tilewise.backends.common.device.structs import KernelConfig
 from tilewise.backends.common.kernel_call import view
 from tilewise.backends.triton import launches as launch
-from tilewise.merge import union
+from tilewise.merging import union
 from tilewise.request import Gpu, Request, Spec
 from tilewise_lab.derivation import attention as rung
 

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import tilewise
 from tests.conftest import DEVICE
+from tests.covering import cases, each_once
 
 
 def results(backend: str, leaves: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
@@ -18,8 +19,7 @@ def results(backend: str, leaves: list[torch.Tensor], **options: Any) -> list[to
     return [out, lse, *torch.autograd.grad(out.sum() + lse.sum(), leaves)]
 
 
-@pytest.mark.parametrize("n_q", [20, 1], ids=["queries", "one query, its keys in parts"])
-@pytest.mark.parametrize("layout", ["every other", "all the same"])
+@each_once(layout=["every other", "all the same"], n_q=[20, 1])
 def test_sinks_of_any_stride(layout: str, n_q: int) -> None:
     torch.manual_seed(0)
     heads = 4
@@ -55,7 +55,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
+@cases("name", ["past the end", "backwards"], CUTS)
 def test_sequences_do_not_leave_their_tensors(name: str) -> None:
     """Nothing is written around the results, nor is read around the inputs, where all is NaN."""
     cu = torch.tensor(CUTS[name], dtype=torch.int32, device=DEVICE)

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.compiling import ROOT, environment
+from tests.covering import cases
+from tests.forks import ROOT, environment
 from tilewise.backends.common import tiles
 
 TRITONS = ("", *filter(None, os.environ.get("TILEWISE_TRITONS", "").split(os.pathsep)))
@@ -56,6 +57,12 @@ SPILLS: dict[tuple[tiles.Arch, str, str, int, str | None], int] = {
     (100, "repair forward", "bfloat16", 128, None): 8,
     (100, "forward", "bfloat16", 256, "documents"): 8, (120, "forward", "bfloat16", 64, "dropout"): 12,
     (100, "key", "bfloat16", 64, "bias"): 100,
+    **{(arch, "key", "bfloat16", 128, term): most for arch in (80, 86, 89)
+       for term, most in (("documents", 324), ("alibi", 144))},
+    # faster than rows without spills, as test_compile.py says
+    **{(arch, kernel, "bfloat16", dim, None): most for arch in (80, 86, 89)
+       for kernel, dim, most in (
+           ("forward", 256, 256), ("query", 128, 16), ("key", 128, 160), ("key", 256, 192), ("value", 256, 192))},
 }  # fmt: skip
 
 
@@ -117,7 +124,7 @@ def check(made: list[dict[str, Any]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@cases("arch", [80], TARGETS)
 def test_kernels_fit(arch: tiles.Arch, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("triton")
     every = request.config.getoption("--all-tiles")
@@ -130,7 +137,7 @@ def test_kernels_fit_on_other_tritons(triton: str, arch: tiles.Arch, request: py
     check(compiled(arch, [*(SOME if every else FEW)], triton))
 
 
-@pytest.mark.parametrize("arch", TARGETS)
+@cases("arch", [80], TARGETS)
 def test_sums_fit(arch: tiles.Arch, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("triton")
     if not request.config.getoption("--all-tiles"):
@@ -170,7 +177,7 @@ def test_the_gate_can_fail(change: dict[str, Any], verdict: bool) -> None:
 def test_a_gpu_that_nobody_knew_gets_what_the_smallest_of_its_kind_has() -> None:
     assert tiles.chip(125) == tiles.chip(120)
     assert tiles.chip("gfx1100") == tiles.chip("gfx942")
-    assert tiles.tile("forward", 121, 2, 128) == tiles.tile("forward", 89, 2, 128)
+    assert tiles.tile("forward", 121, 2, 128) == tiles.tile("forward", 120, 2, 128)
     assert tiles.chip(125).shared == min(tiles.chip(arch).shared for arch in tiles.CHIPS if isinstance(arch, int))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tilewise
+from tests.forks import python
 from tilewise.compat import bert_padding, flash_attn, flash_attn_3, modules
 
 
@@ -76,6 +76,24 @@ def test_alibi(shape: tuple[int, ...]) -> None:
     q, k, v = made()
     slopes = torch.rand(shape)
     assert_close(flash_attn.flash_attn_func(q, k, v, alibi_slopes=slopes), naive(q, k, v, slopes=slopes)[0])
+
+
+def test_a_window_as_a_tensor() -> None:
+    """flash-attn converts it to two ints."""
+    q = torch.randn(1, 7, 2, 16)
+    cu = torch.tensor([0, 7], dtype=torch.int32)
+    for function, args in (
+        (flash_attn.flash_attn_func, (q, q, q)),
+        (flash_attn_3.flash_attn_func, (q, q, q)),
+        (flash_attn.flash_attn_varlen_func, (*[q[0]] * 3, cu, cu, 7, 7)),
+        (flash_attn.flash_attn_with_kvcache, (q, q, q)),
+    ):
+        call: Any = function
+        found, wanted = (call(*args, window_size=x) for x in (torch.tensor([2, 1]), (2, 1)))
+        assert_close(found, wanted, rtol=0, atol=0)
+    for wrong in (torch.tensor([2.0, 1.0]), torch.tensor([2, 1, 0])):
+        with pytest.raises(tilewise.AttentionError, match="window_size"):
+            flash_attn.flash_attn_func(q, q, q, window_size=wrong)
 
 
 def test_packed_together() -> None:
@@ -485,7 +503,7 @@ from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_ro
 from flash_attn.ops.triton.rotary import apply_rotary
 assert RotaryEmbedding(8)(torch.randn(1, 5, 3, 2, 8)).shape == (1, 5, 3, 2, 8)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = python("-c", script)
     assert done.stdout.strip() == "2.8.3 torch.Size([1, 5, 2, 8]) tilewise.compat.flash_attn_3"
 
 
@@ -505,7 +523,7 @@ for name in ("flash_attn.cute", "flash_attn.losses", "flash_attn.ops.rms_norm"):
     assert importlib.util.find_spec(name) is None
 """
     names = [*modules.INSTEAD, "flash_attn.losses.cross_entropy", "flash_attn.modules.mha", "flash_attn.utils"]
-    done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, check=True)
+    done = python("-c", script, *names)
     told = done.stdout.splitlines()
     assert len(told) == len(names)
     for line, use in zip(told, modules.INSTEAD.values(), strict=False):

@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import flex_attention as torchs
 from torch.testing import assert_close
 
 import tilewise
+from tests.covering import cases
 from tilewise.compat import flex_attention
 from tilewise.compat.flex import _converted
 
@@ -356,7 +357,7 @@ def qkv(n_q: int = S, n_k: int = S, kv_heads: int = H) -> list[Tensor]:
     return [torch.randn(B, H, n_q, D), *(torch.randn(B, kv_heads, n_k, D) for _ in "kv")]
 
 
-@pytest.mark.parametrize("name", SCORES)
+@cases("name", ["relative", "bias", "paths", "a module", "aten's index", "dtypes", "bias, index by index"], SCORES)
 def test_scores(name: str) -> None:
     leaves = qkv()
     ours = flex_attention(*leaves, score_mod=SCORES[name])
@@ -367,7 +368,7 @@ def test_scores(name: str) -> None:
         assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", MASKS)
+@cases("name", ["noop", "causal", "window both ways", "causal documents", "natten", "padding", "top k"], MASKS)
 def test_masks(name: str) -> None:
     mod, batch, is_band = MASKS[name]
     mask = create_block_mask(mod, batch, None, S, S, device="cpu")
@@ -379,8 +380,11 @@ def test_masks(name: str) -> None:
     assert (_converted(mask, S, S).mask is None) is is_band
 
 
-@pytest.mark.parametrize(("n_q", "n_k"), [(100, 200), (200, 100)])
-@pytest.mark.parametrize("name", ["causal", "strictly causal", "window", "documents"])
+@cases(
+    "name, n_q, n_k",
+    [("causal", 100, 200), ("strictly causal", 200, 100), ("window", 100, 200), ("documents", 200, 100)],
+    [(name, *n) for name in ("causal", "strictly causal", "window", "documents") for n in ((100, 200), (200, 100))],
+)
 def test_other_lengths(name: str, n_q: int, n_k: int) -> None:
     """FlexAttention counts both from 0: aligned top left."""
     mask = create_block_mask(MASKS[name][0], None, None, n_q, n_k, device="cpu")

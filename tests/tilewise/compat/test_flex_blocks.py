@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from torch.testing import assert_close
 
 import tilewise
+from tests.covering import cases, each_once
 from tests.tilewise.compat.test_flex import MASKS, B, D, H, S, causal, qkv, quiet, results
 from tilewise.compat import flex_attention
 from tilewise.compat.flex import _converted
@@ -51,8 +52,7 @@ def textbook_of_lists(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, bias: Te
     return out.float(), s.logsumexp(-1).float()
 
 
-@pytest.mark.parametrize("lines", [(1, 1), (1, H), (B, 1), (B, H)], ids=str)
-@pytest.mark.parametrize("block", [(16, 32), (128, 128), (4, 4), (24, 40)], ids=str)
+@each_once(block=[(16, 32), (128, 128), (4, 4), (24, 40)], lines=[(1, 1), (1, H), (B, 1), (B, H)], ids=str)
 def test_lists_say_what_no_mask_mod_does(block: tuple[int, int], lines: tuple[int, int]) -> None:
     """Chosen at random for each head, against a mask_mod that knows nothing of them; rows without any, tails that list
     tiles that do not count, lengths that are no multiple of a tile."""
@@ -232,7 +232,11 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@cases(
+    "change",
+    ["a global", "a global, rebound", "a helper's code", "a dict in a closure", "a class", "self.cfg.keys"],
+    CHANGES,
+)
 def test_whatever_a_mask_reads_is_read_again(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch asks the function at each call; so must we, and not answer from a conversion of before."""
     for name, value in (("KEYS", 150), ("LIMITS", torch.tensor([150])), ("limited", limited)):

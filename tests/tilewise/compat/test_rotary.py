@@ -102,10 +102,10 @@ def test_the_module(kind: str, scale_base: float | None) -> None:
 
 def test_tables_follow_the_input() -> None:
     module = rotary.RotaryEmbedding(8)
-    first = module.tables(4, torch.zeros(1))
-    assert module.tables(3, torch.zeros(1)) is first
-    assert module.tables(5, torch.zeros(1))[0].shape == (5, 4)
-    assert module.tables(5, torch.zeros(1).half())[0].dtype == torch.float16
+    first = module._tables_of(4, torch.zeros(1))
+    assert module._tables_of(3, torch.zeros(1)) is first
+    assert module._tables_of(5, torch.zeros(1))[0].shape == (5, 4)
+    assert module._tables_of(5, torch.zeros(1).half())[0].dtype == torch.float16
     x = torch.randn(1, 2, 3, 1, 8)
     assert_close(module.half()(x.clone()), rotary.RotaryEmbedding(8)(x.clone()))  # the cast buffer is not used
     found = module(x.clone().half(), seqlen_offset=torch.tensor([1]))  # as many positions as are known

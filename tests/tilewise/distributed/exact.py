@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -120,3 +121,61 @@ def probe(rank: int, ranks: int) -> list[str]:
     except AttentionError as error:
         return [] if "outputs that change with token" in str(error) else [str(error)]
     return ["a leak was not found"]
+
+
+def disagreement(rank: int, ranks: int) -> list[str]:
+    """Ranks with different arguments: each raises an error that names the argument and the others, and all go on."""
+    group, last = dist.new_group(), rank == ranks - 1
+    found = []
+
+    def fails(expected: str, call: Any) -> None:
+        try:
+            call()
+        except AttentionError as error:
+            others = ", ".join(map(str, range(ranks - 1))) if last else str(ranks - 1)
+            who = f" on rank {rank}, and something else on rank {others}; expected the same on all ranks"
+            if not re.match(expected, str(error)) or who not in str(error):
+                found.append(f"{expected}: {error}")
+        else:
+            found.append(f"{expected}: no error")
+
+    mask = tilewise.mask_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+    for name, usual, other in (
+        ("seqlen or cu_seqlens", {"seqlen": 50}, {"seqlen": 64}),
+        ("seqlen or cu_seqlens", {"cu_seqlens": [0, 20, 50]}, {"cu_seqlens": [0, 21, 50]}),
+        ("causal and window", {"seqlen": 50}, {"seqlen": 50, "causal": True}),
+        ("mask", {"seqlen": 50}, {"seqlen": 50, "mask": mask()}),
+        ("strategy", {"seqlen": 50, "strategy": "ring"}, {"seqlen": 50, "strategy": "allgather"}),
+        ("layout", {"seqlen": 50}, {"seqlen": 50, "layout": "striped"}),
+        ("node", {"seqlen": 50}, {"seqlen": 50, "node": 1}),
+    ):
+        plan(group, **usual)  # is kept, so that one rank makes no new plan
+        fails(f"{name}.* of a plan: ", lambda usual=usual, other=other: plan(group, **(other if last else usual)))
+    try:
+        plan(group, seqlen=-1 if last else 50)
+        found.append("seqlen=-1 on one rank: no error")
+    except AttentionError as error:
+        expected = "seqlen: found -1" if last else f"arguments of a plan: found an error on rank {ranks - 1}"
+        found += [] if expected in str(error) else [str(error)]
+
+    made = plan(group, seqlen=50, causal=True)
+    q, k, v = (made.shard(torch.randn(2, 50, n, 8)) for n in (4, 2, 2))
+    for name, options in (
+        ("scale", {"scale": 0.3}),
+        ("score_mod", {"softcap": 3.0}),
+        ("score_mod", {"alibi_slopes": torch.rand(4)}),
+        ("mask_mod", {"mask_mod": mask()}),
+        ("dropout_p", {"dropout_p": 0.5}),
+        ("return_max_logit", {"return_max_logit": True}),
+        ("bias", {"bias": torch.randn(1, 1, 50)}),
+        ("sinks", {"sinks": torch.randn(4)}),
+    ):
+        attention(q, k, v, plan=made, **options)
+        expected = f"{name} of a call of distributed.attention: "
+        fails(expected, lambda options=options: attention(q, k, v, plan=made, **(options if last else {})))
+    fails("batch, heads and dim of", lambda: attention(*(x[:1] if last else x for x in (q, k, v)), plan=made))
+    fails("dtype of", lambda: attention(*(x.double() if last else x for x in (q, k, v)), plan=made))
+    fails("causal and window.* of a call", lambda: attention(q, k, v, plan=made.banded() if last else made))
+    dist.barrier(group)
+    attention(q, k, v, plan=made)
+    return found

@@ -18,7 +18,7 @@ import torch.multiprocessing
 
 JOBS = {  # by module
     "a_few": "exact", "odd_sizes": "exact", "two_axes": "exact", "max_logit": "exact", "probe": "exact",
-    "all_ways": "exact",
+    "all_ways": "exact", "disagreement": "exact",
     "training": "with_torch", "dtensors": "with_torch", "torchs_own": "with_torch", "compiled": "with_torch",
     "models": "hugging_face", "models_compiled": "hugging_face",
 }  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
+import types
 from inspect import signature
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing import assert_close
 
 import tilewise
+from tests.covering import cases
+from tests.forks import python
 from tests.tilewise.integrations.registry import active
 from tilewise.integrations import flash_registry
 from tilewise.integrations.bands import recognised
@@ -119,7 +121,7 @@ def test_random_calls(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 1000, 100))
+@cases("first", [0], range(0, 1000, 100))
 def test_a_thousand_random_calls(first: int) -> None:
     for seed in range(first, first + 100):
         check(seed)
@@ -289,11 +291,29 @@ def test_names_imported_before_are_reached(monkeypatch: pytest.MonkeyPatch) -> N
     assert space.imported is TORCHS  # type: ignore[attr-defined]
 
 
+def test_names_imported_within_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is imported while the function is replaced gets torch's at the end, and the latest before."""
+    module = types.ModuleType("imported_within")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with tilewise.replaces_sdpa():
+        with tilewise.replaces_sdpa(recognise=True):
+            exec(
+                "from torch.nn.functional import scaled_dot_product_attention as theirs\n"
+                "from tilewise import scaled_dot_product_attention as ours",
+                module.__dict__,
+            )
+            assert module.theirs.__kwdefaults__ == {"recognise": True}
+        assert module.theirs is functional.scaled_dot_product_attention
+        assert module.theirs.__kwdefaults__ == {"recognise": False}
+    assert module.theirs is TORCHS
+    assert module.ours is tilewise.scaled_dot_product_attention
+
+
 def test_replacements_nest_and_end() -> None:
     with tilewise.replaces_sdpa():
         with tilewise.replaces_sdpa(recognise=True):
             pass
-        assert functional.scaled_dot_product_attention is tilewise.scaled_dot_product_attention
+        assert functional.scaled_dot_product_attention.__wrapped__ is tilewise.scaled_dot_product_attention
     assert functional.scaled_dot_product_attention is TORCHS
 
 
@@ -303,7 +323,7 @@ def test_replacements_end_in_any_order() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert functional.scaled_dot_product_attention.keywords == {"recognise": True}
+    assert functional.scaled_dot_product_attention.__kwdefaults__ == {"recognise": True}
     second.__exit__(None, None, None)
     assert functional.scaled_dot_product_attention is TORCHS
     assert torch.backends.mha.get_fastpath_enabled()
@@ -315,7 +335,7 @@ def test_a_whole_program() -> None:
         "q = torch.randn(1, 2, 5, 8); print(functional.scaled_dot_product_attention.__module__,"
         "functional.scaled_dot_product_attention(q, q, q, is_causal=True).shape)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = python("-c", script)
     assert done.stdout.strip() == "tilewise.integrations.sdpa torch.Size([1, 2, 5, 8])"
 
 
@@ -384,6 +404,23 @@ class TestRegistry:
         x, cu, lengths = torch.randn(4, 2, 8), torch.tensor([0, 4]).int(), torch.tensor([3]).int()
         with pytest.raises(Exception, match="attention_kv"):
             varlen_of_torch(x, x, x, cu, cu, 4, 4, seqused_k=lengths)
+
+    @pytest.mark.parametrize("num_splits", [None, 0, 1, 3])
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_splits(self, packed: bool, num_splits: int | None) -> None:
+        """Keys of packed sequences are never split; of others a number cannot be honoured."""
+        x, cu = torch.randn(2, 4, 2, 16), torch.tensor([0, 4, 8], dtype=torch.int32)
+        x, offsets = (x.flatten(0, 1), cu) if packed else (x, None)
+
+        def call() -> Tensor:
+            args = x, x, x, offsets, offsets, 4, 4, 0.0, False, False
+            return flash_registry.flash_forward(*args, num_splits=num_splits)[0]  # type: ignore[no-any-return]
+
+        if not num_splits or (packed and num_splits == 1):
+            assert call().shape == x.shape
+            return
+        with pytest.raises(tilewise.AttentionError, match=f"num_splits .*: found {num_splits}; expected None"):
+            call()
 
     def test_lengths_of_the_op_are_refused(self) -> None:
         x, cu, lengths = torch.randn(4, 2, 8), torch.tensor([0, 4]).int(), torch.tensor([3]).int()

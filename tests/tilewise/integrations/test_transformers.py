@@ -22,12 +22,24 @@ from transformers.cache_utils import QuantizedLayer  # noqa: E402
 
 import tilewise  # noqa: E402
 import tilewise.integrations.transformers as integration  # noqa: E402
+from tests.covering import cases  # noqa: E402
 from tests.tilewise.integrations.hf_models import BOS, MODELS, PAD, TOKENS, VOCABULARY, WINDOW, build, inputs  # noqa: E402
 from tilewise.integrations import hf_cache  # noqa: E402
 from tilewise.integrations.hf_masks import Mask, make_mask  # noqa: E402
 
 QUICK = ("llama", "mistral", "gemma2", "gpt_oss", "bert", "modernbert", "t5", "vit")
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+
+
+def ranked(names: Any, quick: Any, slow: Any) -> list[Any]:
+    """Parameters that run always, those that run with --slow, and the others, which run with --slow --all."""
+
+    def marked(name: Any) -> Any:
+        marks = () if name in quick else (pytest.mark.slow,) if name in slow else (pytest.mark.slow, pytest.mark.full)
+        return pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=marks)
+
+    return [marked(name) for name in names]
+
+
 PADDED = [name for name in MODELS if name not in ("vit", "whisper")]
 
 
@@ -73,12 +85,12 @@ def judge(name: str, padding: str | None) -> None:
     assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5 * exact[0].abs().max().item())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ranked(MODELS, QUICK, ["gemma3", "whisper"]))
 def test_logits_and_gradients(name: str) -> None:
     judge(name, None)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK[:2] else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+@pytest.mark.parametrize("name", ranked(MODELS, QUICK[:2], ["gpt_oss"]))
 def test_bfloat16(name: str) -> None:
     """The logits, and all gradients together: of one of them, a ReLU that falls the other way decides."""
     with softmax_of_its_dtype():
@@ -93,13 +105,10 @@ def test_bfloat16(name: str) -> None:
 QUICKLY_PADDED = [("llama", "left"), ("mistral", "right"), ("bert", "right"), ("t5", "left"), ("bart", "left")]
 
 
-@pytest.mark.parametrize(
-    ("name", "padding"),
-    [
-        pytest.param(*each, marks=() if each in QUICKLY_PADDED else pytest.mark.slow)
-        for each in product(PADDED, ["left", "right"])
-    ],
-)
+SLOWLY_PADDED = [("gpt_oss", "left"), ("gemma3", "right")]
+
+
+@pytest.mark.parametrize(("name", "padding"), ranked(product(PADDED, ["left", "right"]), QUICKLY_PADDED, SLOWLY_PADDED))
 def test_padding(name: str, padding: str) -> None:
     judge(name, padding)
 
@@ -117,7 +126,7 @@ GENERATORS = [name for name, made in MODELS.items() if made.generates]
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", [None, "left"])
-@pytest.mark.parametrize("name", [n if n in QUICK[:4] else pytest.param(n, marks=pytest.mark.slow) for n in GENERATORS])
+@pytest.mark.parametrize("name", ranked(GENERATORS, QUICK[:4], ["bart"]))
 def test_greedy_tokens(name: str, padding: str | None, cache: str) -> None:
     if name == "whisper" and padding:
         pytest.skip("whisper's inputs are not padded")
@@ -198,8 +207,8 @@ def test_packed_sequences_beside_padding_are_refused() -> None:
         packed("llama", "tilewise", "cu_seq_lens", attention_mask=(torch.arange(TOKENS)[None] > 2).long())
 
 
-@pytest.mark.parametrize("given", [pytest.param("nothing", marks=pytest.mark.slow), "left", "packed"])
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("given", ranked(["nothing", "left", "packed"], ["left", "packed"], ["nothing"]))
+@pytest.mark.parametrize("name", ranked(["llama", "gemma3"], ["llama"], []))
 def test_compiled_whole(name: str, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fullgraph, forward and backward, with and without padding."""
     if not torch.cuda.is_available():  # transformers asks, and tests/wheel/torches.py has no CUDA to answer
@@ -220,7 +229,7 @@ def test_compiled_whole(name: str, given: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@cases("name", ["gpt_oss"], ["llama", "gemma2"])
 def test_compiled_decoding(name: str) -> None:
     """A static cache, each step by one compiled graph."""
     model = build(name, "tilewise")
@@ -476,6 +485,25 @@ def test_a_table_of_blocks_decodes_as_indices_do() -> None:
     for a, b in (found, [x.k for x in pools], [x.v for x in pools]):
         assert torch.equal(a, b)
     assert torch.equal(pools[0].k[1, 1], k[0, :, 0])
+
+
+def test_indices_that_are_written_again_are_another_step() -> None:
+    """One list of indices, whose numbers change in place between two steps: the page table is made again."""
+    page, offsets = 4, (torch.tensor([0, 1]), torch.tensor([0, 5]))
+    pool = hf_cache.Pool(*torch.randn(2, 6, page, 2, 16).unbind(0), group=0)
+    read = [torch.tensor([0, 1, 2, 3, 4])]
+    named = {"read_index": read, "max_seqlen_q": 1, "max_seqlen_k": 5}
+    steps = hf_cache.Steps(8)
+    first = steps.of(pool, offsets, named)
+    assert steps.of(pool, offsets, named) is first
+    read[0].copy_(torch.tensor([12, 13, 14, 15, 20]))
+    second = steps.of(pool, offsets, named)
+    assert first.options["page_table"].tolist() == [[0, 1]]
+    assert second.options["page_table"].tolist() == [[3, 5]]
+    with torch.inference_mode():  # tensors without a version
+        named["read_index"] = [read[0].clone()]
+        third = steps.of(pool, offsets, named)
+        assert steps.of(pool, offsets, named) is third
 
 
 PAGE = "page_size" if "page_size" in vars(transformers.ContinuousBatchingConfig()) else "block_size"

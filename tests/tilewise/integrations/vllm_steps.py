@@ -29,10 +29,10 @@ from tilewise import kv_warmup  # noqa: E402
 from tilewise.backends.common.launch import DeviceMemory, Target  # noqa: E402
 from tilewise.backends.common.offline import specialised  # noqa: E402
 from tilewise.backends.registry import choose  # noqa: E402
+from tilewise.call.fields import CACHE  # noqa: E402
 from tilewise.integrations import kv_steps  # noqa: E402
 from tilewise.kv_cache import PreparedPlan  # noqa: E402
 from tilewise.kv_request import KvCall, KvPlan, structure_of  # noqa: E402
-from tilewise.options import kv_options  # noqa: E402
 from tilewise.request import Gpu  # noqa: E402
 from tilewise.validation import kv as checks  # noqa: E402
 
@@ -74,14 +74,14 @@ class Recorder:
         return memory.plan(q, PreparedPlan(None, None, (16, 16), (), ""))  # type: ignore[arg-type]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, out: Tensor, plan: KvPlan, **options: Any):
-        request = checks.attend_request(q, k, v, lengths, kv_options(options))  # type: ignore[arg-type]
+        request = checks.attend_request(q, k, v, lengths, CACHE.completed(options))  # type: ignore[arg-type]
         call = KvCall(request, out=out, lse=plan.lse)
         self.run(choose(request, TARGET.gpu).backend.kv.attend_runner(call), call)
 
     def append(
         self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, backend: str, **options: Any
     ):
-        asked = kv_options(options)  # type: ignore[arg-type]
+        asked = CACHE.completed(options)  # type: ignore[arg-type]
         places = checks.places_of(k_new, k, lengths, asked)
         request = checks.append_request(k_new, v_new, k, v, places, None, asked)
         kernels = import_module("tilewise.backends.triton").KV

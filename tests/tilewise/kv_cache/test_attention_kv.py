@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tilewise
-from tests.kv_cases import KvCase, KvInputs, compare, expected, flat, inputs
+from tests.covering import each_once
+from tests.kv_cases import KvCase, KvInputs, compare, inputs
 
 BASE = KvCase((20, 3, 0, 33), dim=16)
 
@@ -21,27 +22,13 @@ def call(x: KvInputs, backend: str, **options: Any) -> tuple[torch.Tensor, torch
     return found
 
 
-CASES = [
-    BASE,
-    BASE.but(page=0),
-    BASE.but(csr=True),
-    *(BASE.but(page=page) for page in (1, 2, 3, 8, 24, 64)),
-    BASE.but(page=1, csr=True),
-    BASE.but(layout="interleaved"),
-    BASE.but(layout="heads_first", page=3),
-    BASE.but(layout="wide", page=8, dim_v=24),
-    BASE.but(page=0, layout="interleaved"),
-    BASE.but(new=1),
-    BASE.but(new=3, queries=3),
+CASES = [  # beside those of tests/tables/cache.tsv
+    BASE.but(page=24),
+    BASE.but(page=64, layout="interleaved"),
     BASE.but(new=5, queries=2, page=3),
-    BASE.but(new=1, queries=4, page=0),
-    BASE.but(queries=(1, 7, 2, 0), padding=3),
     BASE.but(queries=(9, 1, 1, 4), new=(9, 1, 0, 4), padding=2, csr=True, page=2),
     BASE.but(queries=(0, 0, 0, 0), padding=4),
-    BASE.but(starts=(5, 3, 0, 32)),
     BASE.but(starts=(18, 0, 0, 1), page=0, queries=2, new=2),
-    BASE.but(heads=6, kv_heads=1, dim=20, dim_v=12),
-    BASE.but(heads=3, kv_heads=3, queries=5),
     KvCase((), dim=16),
     KvCase((40, 41), queries=0, dim=16),
 ]
@@ -51,33 +38,6 @@ CASES = [
 def test_every_layout(case: KvCase, backend: str) -> None:
     x = inputs(case)
     compare(call(x, backend), x)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": False},
-        {"window": (6, 0)},
-        {"window": (0, 0)},
-        {"window": (3, 2), "causal": False},
-        {"window": (None, 1), "causal": False},
-        {"scale": -0.3},
-        {"scale": 0.0},
-        {"softcap": 0.7},
-    ],
-    ids=str,
-)
-def test_bands_and_scales(options: dict[str, Any], backend: str) -> None:
-    x = inputs(BASE.but(queries=3, new=3, page=8))
-    compare(call(x, backend, **options), x, **options)
-
-
-def test_sinks_and_slopes(backend: str) -> None:
-    x = inputs(BASE.but(queries=2, new=2))
-    sinks, slopes = torch.randn(4), torch.rand(4)
-    compare(call(x, backend, sinks=sinks), x, sinks=sinks)
-    compare(call(x, backend, sinks=sinks, window=(4, 0)), x, sinks=sinks, window=(4, 0))
-    compare(call(x, backend, alibi_slopes=slopes), x, alibi=slopes)
 
 
 @tilewise.mask_mod
@@ -90,36 +50,7 @@ def per_head(score, b, h, q_idx, kv_idx, shift):
     return score * 0.5 + shift[h]
 
 
-def test_mods(backend: str) -> None:
-    x = inputs(BASE.but(queries=(2, 1, 0, 3), new=(2, 0, 0, 3), page=8))
-    offsets = torch.tensor([0, 1, 2, 0])
-    found = call(x, backend, mask_mod=every_third(offsets))
-    compare(found, x, hides=lambda b, i, j: (j + offsets[b].item()) % 3 == 0)
-    found = call(x, backend, score_mod=per_head(torch.zeros(4)))
-    compare(found, x, scale=0.5 / 4)
-    shift = torch.tensor([0.1, 0.5, -0.3, 2.0])
-    out, lse = call(x, backend, score_mod=per_head(shift))
-    exact, logs = expected(x, scale=0.5 / 4)
-    assert torch.allclose(flat(out, lse)[1], (logs + shift[:, None]).float(), atol=1e-5)
-    assert torch.allclose(out, exact.float(), atol=1e-5)
-
-
 TREE = [[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
-
-
-@pytest.mark.parametrize("form", ["bools", "bits", "packed", "packed bits"])
-def test_a_tree_of_drafts(form: str, backend: str) -> None:
-    packed = form.startswith("packed")
-    x = inputs(KvCase((20, 5, 0), queries=(3, 3, 3) if packed else 3, new=(3, 3, 3) if packed else 3, dim=16))
-    tree = torch.tensor(TREE, dtype=torch.bool)
-    if form == "packed":
-        tree = tree.flatten(0, 1)
-    elif "bits" in form:
-        tree = (tree.long() << torch.arange(3)).sum(-1)
-        tree = tree.flatten() if packed else tree
-    compare(call(x, backend, tree=tree), x, tree=TREE)
-    compare(call(x, backend, tree=tree, causal=False), x, tree=TREE, causal=False)
-    compare(call(x, backend, tree=tree, window=(4, 0)), x, tree=TREE, window=(4, 0))
 
 
 def test_a_tree_of_nothing(backend: str) -> None:
@@ -183,23 +114,7 @@ def test_a_plan_serves_many_layers(backend: str) -> None:
         call(inputs(BASE), backend, plan=plan)
 
 
-def test_results_go_where_they_are_told(backend: str) -> None:
-    x = inputs(BASE.but(new=1))
-    room = torch.full((4, 1, 8, 16), torch.nan)
-    out, lse = call(x, backend, out=room[:, :, 2:6])
-    assert out.data_ptr() == room[:, :, 2:6].data_ptr()
-    compare((out, lse), x)
-    assert room[:, :, :2].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype: torch.dtype, backend: str) -> None:
-    x = inputs(BASE.but(queries=2, new=2, dim=64), dtype)
-    compare(call(x, backend), x)
-
-
-@pytest.mark.parametrize("split", [0, 128])
-@pytest.mark.parametrize("window", [None, (130, 0)])
+@each_once(split=[0, 128], window=[None, (130, 0)])
 def test_a_split_gives_bits_that_no_batch_changes(split: int, window: Any, backend: str) -> None:
     """Alone, in a batch, and as the last rows of a prefill."""
     case = KvCase((200, 40, 290), page=16, dim=16, queries=(1, 1, 1))

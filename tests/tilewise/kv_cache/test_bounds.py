@@ -10,6 +10,7 @@ import torch
 
 import tilewise
 from tests.conftest import INTERPRETED
+from tests.covering import cases, each_once
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
 
 pytestmark = [
@@ -44,22 +45,20 @@ def check(
 LARGE, NARROW = (64, 64, 4, 3, 2, 1, 0), (16, 64, 4, 3, 3, 1, 168)
 
 
-@pytest.mark.parametrize("page", [16, 64, 256, 1, 0])
-@pytest.mark.parametrize("tile", [LARGE, NARROW], ids=["64 rows", "16 rows"])
+@each_once(tile=[LARGE, NARROW], page=[16, 64, 256, 1, 0])
 def test_decoding(page: int, tile: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences as long as each other; each is shared by programs, some of which have two of them."""
     check(monkeypatch, KvCase((256,) * 3, heads=4, kv_heads=2, dim=16, page=page), tile, 5)
 
 
-@pytest.mark.parametrize("lengths", [(1,), (64,), (65,), (0, 0), (130, 0, 1)], ids=str)
-@pytest.mark.parametrize("carry", [0, 1])
+@each_once(carry=[0, 1], lengths=[(1,), (64,), (65,), (0, 0), (130, 0, 1)], ids=str)
 def test_more_programs_than_work(lengths: tuple[int, ...], carry: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = KvCase(lengths, heads=4, kv_heads=1, dim=16, page=16)
     check(monkeypatch, case, (16, 64, 4, 3, 3, carry, 0), 40)
     check(monkeypatch, case.but(queries=(1,) * len(lengths), csr=True), (16, 64, 4, 3, 3, carry, 0), 40)
 
 
-@pytest.mark.parametrize("page", [0, 3, 16])
+@cases("page", [3], [0, 16])
 def test_offsets_of_64_bits(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for tensors whose dims or tokens lie far apart."""
     from tilewise.backends.common.kv import launches as kv_launch
@@ -71,13 +70,13 @@ def test_offsets_of_64_bits(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, case.but(options={"rotary": rotary}), (16, 16, 4, 1, 1), 5)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@cases("seed", range(3), range(12))
 def test_anything(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     anything(seed, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 200))
+@cases("seed", range(100, 106), range(100, 200))
 def test_anything_else(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     anything(seed, monkeypatch)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilewise
+from tests.covering import cases
 from tests.mla_cases import MlaCase, compare, inputs
 from tilewise import AttentionError
 from tilewise.kv_formats import unpack_latent
@@ -23,7 +24,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", ["3 queries", "fp8"], CASES)
 def test_mla(name: str, backend: str) -> None:
     for dtype in (torch.float16, torch.float32):
         x = inputs(CASES[name], dtype)
@@ -35,7 +36,7 @@ def test_mla(name: str, backend: str) -> None:
 STORED = [(dtype, kind) for dtype in (E4M3, INT8) for kind in ("float", "tensor", "token")] + [(E4M3, "none")]
 
 
-@pytest.mark.parametrize("stored", STORED, ids=str)
+@cases("stored", [(E4M3, "token"), (INT8, "float"), (INT8, "token")], STORED, ids=str)
 def test_quantised(stored: tuple[torch.dtype, str], backend: str) -> None:
     """One query in pages, several, of a dense cache, of packed queries with a plan; keys that queries name."""
     for dtype, case in (

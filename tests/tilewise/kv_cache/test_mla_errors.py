@@ -9,7 +9,6 @@ import torch
 
 from tilewise import AttentionError, attention_mla, pack_mla
 from tilewise.compat import flash_mla
-from tilewise.validation import dense
 
 Q, CACHE = torch.randn(2, 3, 4, 576), torch.randn(2, 8, 1, 576)
 INDICES = torch.tensor([[0, 9]], dtype=torch.int32).expand(2, 3, 2)
@@ -36,7 +35,7 @@ def test_attention_mla(options: dict[str, Any], match: str) -> None:
 
 
 def test_contents_of_indices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "CHECK_CONTENTS", True)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
     wrong = INDICES.clone()
     wrong[1, 2, 1] = 16
     attention_mla(Q, CACHE, 1, indices=wrong)  # counts one index of each query

@@ -62,7 +62,8 @@ def test_a_plan_of_other_lengths(page: Any, lengths: tuple[int, int]) -> None:
 @pytest.mark.parametrize("wrong", [99, -5, 2])
 @pytest.mark.parametrize("by", ["pages", "ragged pages", "rows", "slots"])
 def test_places_that_do_not_exist(wrong: int, by: str, backend: str) -> None:
-    """Nothing is written there, nor into the first or the last page."""
+    """Kernels write nothing there, nor into the first or the last page. Without kernels a CPU reads contents, and the
+    call raises."""
     new, q = torch.ones(2, 1, 1, 8), torch.ones(2, 1, 1, 8)
     new[1] = 2
     lengths = ints(1, 1)
@@ -74,6 +75,13 @@ def test_places_that_do_not_exist(wrong: int, by: str, backend: str) -> None:
     }[by]
     for call in (append_kv, attention_kv):
         caches = torch.zeros(2, 2, 4, 1, 8)
+        if backend == "reference" and (by, wrong) != ("slots", -5):  # a negative slot is not written
+            given: Any = (new, new, *caches) if call is append_kv else (q, *caches)
+            more: Any = {} if call is append_kv else {"k_new": new, "v_new": new}
+            with pytest.raises(AttentionError, match=r"(page 0 of sequence 1|cache_rows\[1\]|slots): found -?[0-9]+;"):
+                call(*given, lengths, **options, **more, backend=backend)
+            assert not caches.any()
+            continue
         if call is append_kv:
             append_kv(new, new, *caches, lengths, **options, backend=backend)
         else:
@@ -88,12 +96,18 @@ def test_tokens_that_belong_to_no_sequence(backend: str) -> None:
     new, scale = torch.ones(4, 2, 16), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     slots = torch.tensor([0, 8, 1, 2])
     for offsets, slot, written in ((ints(0, 1, 2), slots, [0, 8]), (ints(1, 2, 4), slots, [1, 2, 8])):
+        if backend == "reference" and offsets[0]:
+            continue
         caches = torch.zeros(2, 2, 8, 2, 16, dtype=torch.int8)
         options: Any = {"cu_seqlens_new": offsets, "k_scale": scale, "v_scale": scale, "backend": backend}
         append_kv(new, new, *caches, ints(0, 0), slots=slot, **options)
         assert caches[0, ..., 0, 0].flatten().nonzero().flatten().tolist() == written
         assert torch.equal(caches[0], caches[1])
     caches = torch.zeros(2, 2, 8, 2, 16)
+    if backend == "reference":  # contents are read
+        with pytest.raises(AttentionError, match="start of cu_seqlens_new: found 1"):
+            append_kv(new, new, *caches, ints(3, 3), cu_seqlens_new=ints(1, 2, 4), backend=backend)
+        return
     append_kv(new, new, *caches, ints(3, 3), cu_seqlens_new=ints(1, 2, 4), backend=backend)
     assert caches[0, ..., 0, 0].nonzero().tolist() == [[0, 3], [1, 3], [1, 4]]
 
@@ -122,9 +136,8 @@ def test_a_tree_that_hides_the_own_key_of_a_query(dim: int, cache: torch.dtype) 
 
 
 def test_check_of_append_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.validation import dense
 
-    monkeypatch.setattr(dense, "CHECK_CONTENTS", True)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
     new, scale = torch.ones(2, 1, 1, 8), torch.ones(2, 4, 1)
 
     def call(lengths: Tensor = ints(1, 1), dtype: torch.dtype = torch.float32, **options: Any) -> None:  # noqa: B008
@@ -132,13 +145,13 @@ def test_check_of_append_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 
     call()
     call(ints(50, 50), slots=torch.tensor([0, -1]))  # with slots lengths are not used
-    call(dtype=torch.int8, k_scale=scale, v_scale=scale)
+    call(dtype=torch.int8, k_scale=scale, v_scale=scale.clone())
     for match, options in (
         (r"page 0 of sequence 1: found 99", {"page_table": ints([0], [99])}),
         (r"page 0 of sequence 0: found -1", {"page_table": (ints(0, 1, 2), ints(-1, 0))}),
         (r"slots: found 999", {"slots": torch.tensor([0, 999])}),
         (r"slots: found a slot for two", {"slots": torch.tensor([3, 3])}),
-        (r"tokens of sequence 0: found 51; expected at most 4", {"lengths": ints(50, 1)}),
+        (r"tokens of sequence 0: found 50 in the cache and 1 new; expected at most 4", {"lengths": ints(50, 1)}),
         (r"lengths\[1\]: found -1", {"lengths": ints(0, -1)}),
         (r"cache_rows\[1\]: found 2", {"cache_rows": ints(0, 2)}),
         (r"k_scale: found \[nan\]", {"dtype": torch.int8, "k_scale": torch.tensor(torch.nan), "v_scale": 1.0}),
@@ -150,7 +163,6 @@ def test_check_of_append_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_check_of_rotary_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.validation import dense
 
     tables = torch.ones(4, 4), torch.zeros(4, 4)
     q, cache = torch.randn(1, 1, 1, 8), torch.zeros(1, 16, 1, 8)
@@ -168,7 +180,7 @@ def test_check_of_rotary_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(AttentionError, match=match):
             check(length, **options)  # type: ignore[arg-type]
-    monkeypatch.setattr(dense, "CHECK_CONTENTS", True)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
     with pytest.raises(AttentionError, match="rotary position of new token 0 of sequence 0: found 9"):
         append_kv(q, q, cache, cache.clone(), ints(9), rotary=Rotary(*tables))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tests.covering import cases, each_once
 from tests.kv_cases import KvCase, compare, inputs
 from tests.quantised_cases import E4M3, E5M2, INT4, INT8, KINDS, nearest, quantised
 from tilewise.backends.common.kv import partition
@@ -30,18 +32,18 @@ def check(
             assert torch.equal(x.options[f"{name}_scale"].nan_to_num(-1), wanted[f"{name}_scale"].nan_to_num(-1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2, INT8, INT4], ids=str)
+@cases(
+    "dtype, kind",
+    [(E4M3, "token"), (E5M2, "token"), (INT8, "batch"), (INT4, "token")],
+    [*product((E4M3, E5M2), KINDS[:-1]), *product((INT8,), KINDS[1:-1]), *product((INT4,), KINDS[1:])],
+    ids=str,
+)
 def test_formats_and_scales(dtype: torch.dtype, kind: str, backend: str) -> None:
-    if kind == ("none" if dtype in (INT8, INT4) else "group") or (kind == "group" and dtype != INT4):
-        pytest.skip("not a scale of this format")
     check(BASE.but(new=1), (dtype, dtype), (kind, kind), backend, BRAIN)
     check(BASE.but(page=0, queries=(3, 1, 0, 11), new=(3, 1, 0, 2)), (dtype, dtype), (kind, kind), backend, HALF)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [(E4M3, "head"), (E5M2, "token"), (INT8, "token"), (INT4, "group")], ids=str
-)
+@cases("dtype, kind", [(INT8, "token"), (INT4, "group")], [(E4M3, "head"), (E5M2, "token")], ids=str)
 def test_tiles_of_8_rows(dtype: torch.dtype, kind: str, triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are the rows of their products, and queries the columns."""
     monkeypatch.setattr(partition, "INTERPRETER", partition.KvTile(8, 16, 4, 1, 1))
@@ -50,11 +52,11 @@ def test_tiles_of_8_rows(dtype: torch.dtype, kind: str, triton_runs: None, monke
     check(BASE.but(dim=24, dim_v=40), (dtype, dtype), (kind, kind), "triton", BRAIN)
 
 
-@pytest.mark.parametrize(
-    ("case", "kinds"),
+@cases(
+    "case, kinds",
+    [(BASE.but(dim=48, dim_v=24, page=0, queries=(3, 1, 0, 11), new=(3, 1, 0, 2)), ("group 6", "group 4"))],
     [
         (BASE.but(dim=64, new=1), ("group 4", "group 8")),
-        (BASE.but(dim=48, dim_v=24, page=0, queries=(3, 1, 0, 11), new=(3, 1, 0, 2)), ("group 6", "group 4")),
         (BASE.but(dim=16, page=3, layout="interleaved", queries=2, new=2), ("group 8", "token")),
         (BASE.but(dim=8, dim_v=64, page=1, csr=True), ("head", "group 16")),
     ],
@@ -97,8 +99,7 @@ def test_a_shared_prefix_of_many_groups(triton_runs: None) -> None:
     compare(tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **options), x)
 
 
-@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
-@pytest.mark.parametrize("rows", [8, 16])
+@each_once(rows=[8, 16], dtype=[HALF, BRAIN], ids=str)
 def test_sums_of_integers(rows: int, dtype: torch.dtype, triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sums of products: lse is exact only if integers are unpacked to themselves, not to 1024 + n."""
     monkeypatch.setattr(partition, "INTERPRETER", partition.KvTile(rows, 32, 4, 1, 1))
@@ -107,38 +108,18 @@ def test_sums_of_integers(rows: int, dtype: torch.dtype, triton_runs: None, monk
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "kinds"),
+    ("dtypes", "kinds", "dtype"),
     [
-        ((BRAIN, E4M3), ("", "head")),
-        ((E4M3, BRAIN), ("token", "")),
-        ((HALF, BRAIN), ("", "")),
-        ((BRAIN, HALF), ("", "")),
-        ((INT8, INT4), ("head", "group")),
-        ((INT4, E5M2), ("group", "none")),
-        ((E4M3, INT8), ("batch", "token")),
+        ((BRAIN, E4M3), ("", "head"), HALF),
+        ((E4M3, BRAIN), ("token", ""), BRAIN),
+        ((HALF, BRAIN), ("", ""), torch.float32),
+        ((INT4, E5M2), ("group", "none"), HALF),
+        ((E4M3, INT8), ("batch", "token"), BRAIN),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, HALF, BRAIN], ids=str)
 def test_k_and_v_are_independent(dtypes: Any, kinds: Any, dtype: torch.dtype, backend: str) -> None:
     check(BASE.but(new=2, queries=2), dtypes, kinds, backend, dtype)
-
-
-@pytest.mark.parametrize(("dtype", "kind"), [(E4M3, "head"), (INT8, "token"), (INT4, "group")], ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
-        BASE.but(page=3),
-        BASE.but(page=1, csr=True, new=1),
-        BASE.but(page=64, heads=6, kv_heads=1, dim=24, dim_v=40),
-        BASE.but(layout="heads_first", new=3, queries=3),
-        BASE.but(queries=(9, 1, 1, 4), new=(9, 1, 0, 4), padding=2, csr=True, page=2),
-        BASE.but(starts=(5, 3, 0, 8), new=1),
-    ],
-    ids=str,
-)
-def test_layouts(case: KvCase, dtype: torch.dtype, kind: str, backend: str) -> None:
-    check(case, (dtype, dtype), (kind, kind), backend, BRAIN)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(E4M3, "head"), (INT8, "token")], ids=str)
@@ -152,35 +133,7 @@ def test_odd_dims_and_strides(dtype: torch.dtype, kind: str, backend: str) -> No
     compare(found, x)
 
 
-@pytest.mark.parametrize("options", [{"window": (6, 0)}, {"softcap": 0.7}, {"causal": False}, {"scale": -0.3}], ids=str)
-@pytest.mark.parametrize(("dtype", "kind"), [(E4M3, "head"), (INT4, "group")], ids=str)
-def test_bands_and_scores(options: Any, dtype: torch.dtype, kind: str, backend: str) -> None:
-    check(BASE.but(queries=3, new=3), (dtype, dtype), (kind, kind), backend, BRAIN, **options)
-
-
-@pytest.mark.parametrize("kind", ["head", "token"])
-def test_sinks_trees_splits_and_plans(kind: str, backend: str) -> None:
-    dtypes, kinds = (INT8, E4M3), (kind, kind)
-    check(BASE.but(new=1), dtypes, kinds, backend, BRAIN, sinks=torch.randn(4))
-    x, _ = quantised(inputs(KvCase((200, 40, 290), dim=16), BRAIN), dtypes, kinds)
-    for options in ({"split": 128}, {"split": 0}):
-        found = tilewise.attention_kv(
-            x.q, x.k, x.v, x.lengths, **x.options, **options, return_lse=True, backend=backend
-        )
-        compare(found, x)
-    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **x.options, backend=backend)
-    found = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, plan=plan, return_lse=True, backend=backend)
-    compare(found, x)
-    tree = [[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 2
-    x, _ = quantised(inputs(KvCase((20, 5), queries=3, new=3, dim=16), BRAIN), dtypes, kinds)
-    found = tilewise.attention_kv(
-        x.q, x.k, x.v, x.lengths, **x.options, tree=torch.tensor(tree).bool(), return_lse=True, backend=backend
-    )
-    compare(found, x, tree=tree)
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2, INT8, INT4], ids=str)
-@pytest.mark.parametrize("new", [torch.float32, HALF, BRAIN], ids=str)
+@each_once(new=[torch.float32, HALF, BRAIN], dtype=[E4M3, E5M2, INT8, INT4], ids=str)
 def test_appended_bytes(dtype: torch.dtype, new: torch.dtype, backend: str) -> None:
     """Round to nearest even, saturate: every float16 and bfloat16 there is, beside the nearest number of the format."""
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
@@ -218,8 +171,7 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype, backend: str) -> None:
         assert out[0, 0, 1].isfinite().all()
 
 
-@pytest.mark.parametrize("words", ["", "split", "tree"])
-@pytest.mark.parametrize("dtype", [E4M3, INT8], ids=str)
+@each_once(dtype=[E4M3, INT8], words=["", "split", "tree"], ids=str)
 def test_what_a_query_does_not_see_cannot_reach_it(words: str, dtype: torch.dtype, backend: str) -> None:
     """Scales that are not finite, and in float8 numbers that are not, of keys that only later queries see."""
     x, y = (

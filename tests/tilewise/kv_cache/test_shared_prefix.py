@@ -14,9 +14,9 @@ from tests.kv_cases import KvCase, KvInputs, compare
 from tests.prefix_cases import shared_inputs
 from tilewise.backends.common.kv import KvKernels, partition, portable_launches
 from tilewise.backends.common.kv.partition import shares_prefix
+from tilewise.call.fields import CACHE
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvRequest
-from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 
 CASE = KvCase((40, 50, 33, 90, 37, 36), page=4, heads=4, kv_heads=2, dim=16)
@@ -43,7 +43,7 @@ def call(x: KvInputs, backend: str, plan: bool = False, **options: Any) -> tuple
 
 def request_of(x: KvInputs, **options: Any) -> KvRequest:
     given: Any = {"shared_prefix": "auto"} | x.options | options
-    return checks.attend_request(x.q, x.k, x.v, x.lengths, kv_options(given))
+    return checks.attend_request(x.q, x.k, x.v, x.lengths, CACHE.completed(given))
 
 
 def shared_of(x: KvInputs, **options: Any) -> list[int]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +13,29 @@ from torch import Tensor
 import tilewise
 from tests import features
 from tilewise import mods
-from tilewise.mods import bounds
+from tilewise.mods import bounds, expr
 
 S = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class SlowlyHashed(str):
+    """A string that lets other threads run while it is hashed, that is, between a look-up and a write."""
+
+    def __hash__(self) -> int:
+        time.sleep(0.005)
+        return str.__hash__(self)
+
+
+def test_threads_that_make_equal_expressions_make_one() -> None:
+    start = Barrier(8)
+
+    def make(_: int) -> expr.Expr:
+        start.wait()
+        return expr.node(SlowlyHashed("sqrt"), expr.SCORE, value="made by threads", kind="float")
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(make, range(8)))
+    assert len({id(x) for x in found}) == 1
 
 
 PLACE = (0, 1, torch.arange(4)[:, None], torch.arange(5))

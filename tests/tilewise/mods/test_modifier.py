@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import pickle
 import sys
@@ -18,7 +19,8 @@ import tilewise
 from tests import features
 from tests.tilewise.mods.test_expr import PLACE, S, everything
 from tilewise import AttentionError, mods
-from tilewise.mods import modifier, program, trace
+from tilewise.compat import flex
+from tilewise.mods import modifier, trace
 
 this = sys.modules[__name__]
 
@@ -52,8 +54,8 @@ def by_helper(score, b, h, q_idx, kv_idx):
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A line for each time that a function is read."""
     found: list[object] = []
-    read = trace.read
-    monkeypatch.setattr(trace, "read", lambda *args: (found.append(args), read(*args))[1])
+    traced = trace.trace
+    monkeypatch.setattr(trace, "trace", lambda *args: (found.append(args), traced(*args))[1])
     return found
 
 
@@ -181,8 +183,8 @@ def test_a_mod_decorated_again_and_again_is_read_once_and_forgotten(reads: list[
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modifier, "LIMIT", 3)
-    monkeypatch.setattr(program, "LIMIT", 3)
+    monkeypatch.setattr(modifier._programs, "limit", 3)
+    monkeypatch.setattr(mods.PROGRAMS, "limit", 3)
     found = [mods.block_diagonal(n) for n in range(77_000, 77_010)]  # that no other test has made
     assert len(modifier._programs) <= 3
     assert len(mods.PROGRAMS) <= 3
@@ -409,6 +411,27 @@ def test_tables_of_calls_with_pairs_are_not(shape: tuple[int, ...]) -> None:
         mods.block_mask(by_key(torch.ones(0, 5, dtype=torch.bool)), 5, 5, batch=2)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, q_idx, kv_idx: q_idx - kv_idx,
+        lambda b, h, q_idx, kv_idx: 1,
+        lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) * 0.5,
+    ],
+)
+def test_a_mask_is_a_bool(function: Any) -> None:
+    x = torch.randn(1, 5, 2, 8)
+    with pytest.raises(AttentionError, match=r"mask mod '<lambda>'.* a number \((int|float)\); expected a bool"):
+        tilewise.attention(x, x, x, mask_mod=function)
+    for make in (
+        lambda: tilewise.block_mask(function, 5, 5),
+        lambda: flex.mod_of(function, "mask"),
+        lambda: flex.mod_of(functools.partial(function), "mask"),  # traced as it is
+    ):
+        with pytest.raises(AttentionError, match="a bool"):
+            make()
+
+
 @tilewise.score_mod
 def by_query(score, b, h, q_idx, kv_idx, t):
     return score + t[q_idx]
@@ -427,17 +450,49 @@ def by_query(score, b, h, q_idx, kv_idx, t):
         ),
         ({"mask_mod": mods.document(ids=torch.zeros(1, 9).int())}, None),  # the same for all
         ({"mask_mod": mods.document(ids=torch.zeros(3, 20).int())}, None),  # of a cache that has room for more
+        (
+            {"mask_mod": mods.document(ids=torch.zeros(4, 9).int())},
+            "axis 0 .* found 4; expected one for each batch row, 3, or 1",
+        ),
         ({"mask_mod": mods.prefix_lm(torch.ones(2).int())}, "prefix_lm"),
+        ({"mask_mod": mods.prefix_lm(torch.ones(5).int())}, "prefix_lm.* found 5; .* batch row, 3, or 1"),
+        ({"mask_mod": mods.prefix_lm(torch.ones(4).int())}, None),  # as offsets of 3 sequences
+        ({"mask_mod": mods.prefix_lm(torch.ones(1).int())}, None),
+        ({"score_mod": mods.t5_relative(torch.ones(32, 5))}, "axis 1 of tensor 0 .*_t5.* found 5; .* head, 4, or 1"),
+        ({"score_mod": mods.t5_relative(torch.ones(32, 1))}, None),
+        ({"score_mod": mods.alibi(torch.ones(8))}, "alibi.* found 8; .* head, 4, or 1"),
+        ({"alibi_slopes": torch.ones(4, 4)}, "alibi_slopes"),
         ({"score_mod": mods.t5_relative(torch.ones(32, 3))}, "axis 1 of tensor 0 .*_t5.* found 3; .* head, 4, or 1"),
         ({"score_mod": mods.alibi(torch.ones(2))}, "alibi"),
         ({"score_mod": by_query(torch.ones(4))}, "query, 5,"),
         ({"score_mod": everything(torch.ones(2, 4), 1.0)}, None),  # computed indices are clamped
     ],
 )
-def test_tensors_with_too_few_elements(options: dict[str, Any], found: str | None) -> None:
+def test_tensors_of_other_sizes(options: dict[str, Any], found: str | None) -> None:
     q, k = torch.randn(3, 5, 4, 8), torch.randn(3, 9, 4, 8)
     if found is None:
         assert tilewise.attention(q, k, k, **options).shape == q.shape
     else:
         with pytest.raises(AttentionError, match=found):
             tilewise.attention(q, k, k, **options)
+
+
+def test_documents_of_another_batch() -> None:
+    """In every kind of call that takes mods."""
+    q, cache, cu = torch.randn(2, 1, 4, 8), torch.randn(2, 9, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    lengths = torch.tensor([9, 5], dtype=torch.int32)
+    for rows, fits in ((1, True), (2, True), (3, False)):
+        mask = mods.document(ids=torch.zeros(rows, 9).int())
+        calls = (
+            lambda mask=mask: tilewise.attention(q, cache, cache, mask_mod=mask),
+            lambda mask=mask: tilewise.attention_varlen(cache[0], cache[0], cache[0], cu, cu, mask_mod=mask),
+            lambda mask=mask: tilewise.attention_kv(q, cache, cache, lengths, mask_mod=mask),
+            lambda mask=mask: tilewise.block_mask(mask, 9, 9, batch=2),
+            lambda mask=mask: tilewise.block_mask_varlen(mask, cu, cu),
+        )
+        for call in calls:
+            if fits:
+                call()
+            else:
+                with pytest.raises(AttentionError, match="found 3; expected one for each batch row, 2, or 1"):
+                    call()

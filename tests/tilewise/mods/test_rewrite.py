@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import math
 import zlib
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import exp as exp_of_torch
 
 import tilewise
 from tests.conftest import DEVICE
@@ -120,6 +124,138 @@ def test_tensors_from_outside_are_captured_with_their_gradients(backend: str) ->
         results.append((out.detach(), *torch.autograd.grad(out.square().sum(), slopes)))
     torch.testing.assert_close(*results)
     assert results[0][1].abs().min() > 0
+
+
+def tripled(factor: float, x: torch.Tensor) -> torch.Tensor:
+    return x * factor
+
+
+exp = functools.partial(tripled, 3.0)
+
+
+class Tanh:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    def abs(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+tanh, cos = Tanh(), functools.lru_cache(lambda x: x * 3)
+cos.__name__ = "cos"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda score, b, h, q, k: exp(score),
+        lambda score, b, h, q, k: tanh(score),
+        lambda score, b, h, q, k: tanh.abs(score),
+        lambda score, b, h, q, k: cos(score),
+    ],
+)
+def test_a_callable_with_the_name_of_an_elementary_function_is_not_that_function(function: Any) -> None:
+    x = torch.randn(1, 9, 2, 8)
+    with pytest.raises(AttentionError, match=r"'(exp|tanh|tanh\.abs|cos)', a"):
+        tilewise.attention(x, x, x, score_mod=function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda score, b, h, q, k: score + exp_of_torch(k),
+        lambda score, b, h, q, k: score + np.exp(k),
+        lambda score, b, h, q, k: score + torch.Tensor.exp(k),
+        lambda score, b, h, q, k: score + torch.ops.aten.exp(k),
+        lambda score, b, h, q, k: score + torch.special.expm1(k) + 1,
+        lambda score, b, h, q, k: score + math.exp(k),
+    ],
+)
+def test_functions_of_libraries(function: Any) -> None:
+    expected = Z + torch.arange(3).exp()
+    torch.testing.assert_close(tilewise.score_mod(function)()(Z, *PLACE), expected)
+
+
+class Properties:
+    """One whose properties count how often they are read."""
+
+    def __init__(self) -> None:
+        self.read = []
+
+    @property
+    def gain(self) -> float:
+        self.read.append("gain")
+        return 2.0
+
+    @property
+    def tanh(self) -> float:
+        self.read.append("tanh")
+        return 1.0
+
+
+def test_only_the_properties_that_a_mod_reads_are_called() -> None:
+    owner = Properties()
+    mod = tilewise.score_mod(lambda score, b, h, q, k: score.tanh() * owner.gain)
+    for _ in range(3):
+        assert mod()(Z, *PLACE).equal(Z)
+    assert owner.read == ["gain"] * 3
+
+
+def test_a_helper_reached_by_two_names_and_then_two_helpers() -> None:
+    def double(x):
+        return x * 2
+
+    def triple(x):
+        return x * 3
+
+    first = second = double
+    mod = tilewise.score_mod(lambda score, b, h, q, k: first(score) + second(score))
+    ones = Z + 1
+    assert mod()(ones, *PLACE).equal(ones * 4)
+    second = triple
+    assert mod()(ones, *PLACE).equal(ones * 5)
+    first, second = triple, double
+    assert mod()(ones, *PLACE).equal(ones * 5)
+    first = second
+    assert mod()(ones, *PLACE).equal(ones * 4)
+
+
+def test_one_tensor_by_two_names_and_then_two_tensors() -> None:
+    first = second = TABLE
+    mod = tilewise.score_mod(lambda score, b, h, q, k: score + first[k] - second[k])
+    assert mod()(Z, *PLACE).equal(Z)
+    second = TABLE + 1
+    assert mod()(Z, *PLACE).equal(Z - 1)
+
+
+def test_a_default_of_a_helper_changes() -> None:
+    def scaled(x, gain=2.0):
+        return x * gain
+
+    mod = tilewise.score_mod(lambda score, b, h, q, k: scaled(score))
+    ones = Z + 1
+    assert mod()(ones, *PLACE).equal(ones * 2)
+    scaled.__defaults__ = (3.0,)
+    assert mod()(ones, *PLACE).equal(ones * 3)
+
+
+def test_a_name_that_is_assigned_later() -> None:
+    def make():
+        mod = tilewise.score_mod(lambda score, b, h, q, k: score + late)
+        with pytest.raises(AttentionError, match="unknown name 'late'"):
+            mod()
+        late = 2.0
+        return mod
+
+    assert make()()(Z, *PLACE).equal(Z + 2)
+
+
+def test_a_mod_that_calls_itself() -> None:
+    def again(score, b, h, q, k):
+        return again(score, b, h, q, k)
+
+    with pytest.raises(AttentionError, match="no recursion"):
+        tilewise.score_mod(again)()
 
 
 def test_a_tensor_of_an_object_and_of_a_helper() -> None:

@@ -6,8 +6,6 @@ import copy
 import io
 import pickle
 import pickletools
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import tilewise
+from tests.forks import python
 from tilewise import AttentionError, mods
 from tilewise.mods import text
 from tilewise.mods.blocks import restored_block_mask
@@ -78,8 +77,7 @@ def test_a_module_that_holds_one_is_copied() -> None:
 
 
 def in_a_fresh_process(script: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(SRC)}, check=False)
+    done = python("-c", textwrap.dedent(script), *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

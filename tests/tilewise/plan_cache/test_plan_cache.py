@@ -17,7 +17,7 @@ import tilewise
 from tests.tilewise.plan_cache.cases import Q, StubBackend, before, ends, scaled
 from tests.tilewise.plan_cache.conftest import Spy
 from tests.tilewise.plan_cache.third_backend import ThirdBackend
-from tilewise import AttentionError, api, plan_cache
+from tilewise import AttentionError, api
 from tilewise.plan_cache import CallPlan, PlanCache
 from tilewise.request import Request
 from tilewise.validation import dense
@@ -209,7 +209,7 @@ def test_a_call_of_unknown_types_or_under_tilewise_check_has_the_runner_of_an_eq
     for _ in range(2):
         tilewise.attention(Q, Q, Q, window=[2, 0])
     assert len(stub.requests) == 1
-    monkeypatch.setattr(dense, "CHECK_CONTENTS", True)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
     for _ in range(2):
         tilewise.attention(Q, Q, Q, window=(2, 0))
         tilewise.attention(Q, Q, Q, window=(3, 0))
@@ -279,13 +279,18 @@ def test_runners_of_the_backends_keep_no_tensor(backend: str, kept: PlanCache, t
     assert call_plans(kept) >= 1
 
 
-def test_a_full_cache_starts_again(stub: StubBackend, kept: PlanCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "MAX_PLANS", 8)
+def test_a_full_cache_drops_its_oldest_plans(
+    stub: StubBackend, kept: PlanCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "limit", 8)
     for n in range(1, 21):
         x = Q[:, :n]
         for _ in range(2):
             assert tilewise.attention(x, x, x).shape == x.shape
         assert len(kept) <= 8
+    assert len(stub.requests) == 20
+    for n in range(13, 21):
+        tilewise.attention(Q[:, :n], Q[:, :n], Q[:, :n])
     assert len(stub.requests) == 20
 
 

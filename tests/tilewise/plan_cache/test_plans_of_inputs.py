@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import tilewise
 from tests.tilewise.plan_cache.cases import Q, StubBackend, scaled
 from tests.tilewise.plan_cache.third_backend import ThirdBackend
-from tilewise import AttentionError, plan_cache
+from tilewise import AttentionError
 from tilewise.plan_cache import PlanCache
 from tilewise.request import Request, Spec, arguments
 
@@ -82,7 +82,7 @@ def test_other_scalars_of_an_op_are_another_call(
 
 def test_threads_share_the_cache(third: ThirdBackend, kept: PlanCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets the results of its own tensors, while the cache fills up and starts again."""
-    monkeypatch.setattr(plan_cache, "MAX_PLANS", 4)
+    monkeypatch.setattr(kept, "limit", 4)
     failures: list[BaseException] = []
     start = threading.Barrier(4)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,6 @@ import tilewise
 from tests.tilewise.plan_cache.cases import before, ends, fp32_precision, scaled, shifted
 from tests.tilewise.plan_cache.conftest import signature_of_call
 from tilewise.plan_cache import PlanCache, positions, signature
-from tilewise.validation import dense
 
 
 def signature_of(*, causal: Any = True, window: Any = (2, 0), **more: Any) -> tuple[Any, ...] | None:
@@ -135,6 +137,34 @@ def test_settings_of_torch_count() -> None:
         assert signature_of(dtype=torch.float32) not in (None, single)
 
 
+IN_KEYS = {"are_deterministic_algorithms_enabled", "backends.cuda.matmul.fp32_precision"}  # the test above
+NOT_IN_KEYS = {  # other settings of torch that modules read, and why a plan does not depend on them
+    "is_autocast_enabled": "a call with autocast has no plan before its tensors are cast",
+    "get_autocast_dtype": "as above",
+    "is_grad_enabled": "a plan has both ways; each call chooses",
+    "get_num_threads": "calls on a CPU have no plans",
+    "backends.mha.get_fastpath_enabled": "set by replaces_sdpa, not read by calls",
+    "backends.mha.set_fastpath_enabled": "as above",
+}
+SETTING = re.compile(r"torch\.((?:backends\.[\w.]+)|(?:(?:is|are|get)_\w+))")
+
+
+def settings_of_torch(source: str) -> set[str]:
+    """The settings that a user may change at any time: torch.backends.*, torch.is_*, torch.are_*, torch.get_*."""
+    names = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    found = {match[1] for match in map(SETTING.fullmatch, names) if match}
+    return {x for x in found if not any(y.startswith(x + ".") for y in found)}
+
+
+def test_every_setting_of_torch_is_in_the_keys_or_has_a_reason() -> None:
+    assert settings_of_torch("if torch.backends.cudnn.allow_tf32 or f(torch.is_x(y)): z(torch.backends.a.b.c)") == {
+        "backends.cudnn.allow_tf32", "is_x", "backends.a.b.c",
+    }  # fmt: skip
+    sources = Path(tilewise.__file__).parent.rglob("*.py")
+    found = set().union(*(settings_of_torch(path.read_text(encoding="utf-8")) for path in sources))
+    assert found == IN_KEYS | set(NOT_IN_KEYS)
+
+
 @pytest.mark.usefixtures("spied")
 def test_max_seqlen_counts_only_beside_an_option_of_that_size() -> None:
     """It may change with every batch."""
@@ -178,5 +208,5 @@ def test_tensors_that_left_their_transform_have_no_signature(kept: PlanCache) ->
 
 @pytest.mark.usefixtures("spied")
 def test_every_call_is_checked_with_tilewise_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "CHECK_CONTENTS", True)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
     assert signature_of() is None

@@ -9,8 +9,8 @@ from torch import Tensor
 from tilewise.request import INTERPRETER
 from tilewise.sparse.block_attention import sorted_choices
 from tilewise.sparse.block_ops import _combine
-from tilewise.sparse.moba import best_before
-from tilewise.sparse.nsa import _block_weights, _gated_sum, _gated_sum_backward
+from tilewise.sparse.moba_attention import best_before
+from tilewise.sparse.nsa_attention import _block_weights, _gated_sum, _gated_sum_backward
 from tilewise.sparse.packed import _best_blocks
 
 pytestmark = pytest.mark.usefixtures("triton_runs")

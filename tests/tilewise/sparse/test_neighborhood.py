@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewise
 from tilewise import AttentionError, sparse
@@ -93,9 +95,9 @@ def in_rows(b, h, q_idx, kv_idx, n, size):
 
 @pytest.mark.parametrize(("n", "size", "share"), [(32, 7, 1.0), (64, 15, 0.85), (128, 13, 0.75)])
 def test_boxes_visit_no_more_tiles_than_rows(n: int, size: int, share: float) -> None:
-    from tilewise.sparse.neighborhood import Window, _kept_layout
+    from tilewise.sparse.neighborhood_attention import Window, _kept_layout
 
-    ours = _kept_layout((Window(n, size, 1, False),) * 2, "cpu").mask
+    ours = _kept_layout((Window(n, size, 1, False),) * 2, torch.device("cpu")).mask
     rows = tilewise.block_mask(in_rows(n, size), n * n, n * n)
     assert len(ours.lists[1]) <= share * len(rows.lists[1])
     assert ours.block == (128, 128)
@@ -135,3 +137,28 @@ def test_of_meta_tensors_the_shape():
     q, v = torch.empty(2, 6, 9, 4, 8, device="meta"), torch.empty(2, 6, 9, 2, 16, device="meta")
     found = sparse.neighborhood(q, q[:, :, :, :2], v, kernel_size=3)
     assert (found.device.type, found.shape) == ("meta", (2, 6, 9, 4, 16))
+
+
+def test_of_fake_tensors_the_shape() -> None:
+    with FakeTensorMode():
+        q = torch.empty(1, 6, 7, 2, 16, requires_grad=True)
+        out = sparse.neighborhood(q, q, q, kernel_size=3)
+        out.sum().backward()
+    assert out.shape == q.shape == q.grad.shape
+
+
+class Neighborhood(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return sparse.neighborhood(x, x, x, kernel_size=3)
+
+
+@pytest.mark.parametrize("way", ["export", "make_fx"])
+def test_recorded_before_any_other_call(way: str) -> None:
+    """The order of tokens is computed outside of the mode that records, and is a constant of the program."""
+    q = torch.randn(1, 5, 9 if way == "export" else 11, 2, 16)  # grids of no other test
+    if way == "export":
+        program = torch.export.export(Neighborhood(), (q,), strict=False).module()
+    else:
+        program = make_fx(Neighborhood())(q)
+    other = torch.randn_like(q)
+    torch.testing.assert_close(program(other), sparse.neighborhood(other, other, other, kernel_size=3))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import cases
 from tilewise import AttentionError, sparse
 from tilewise.sparse.block_attention import sorted_choices
 
@@ -86,7 +87,7 @@ def functions() -> dict[str, Callable[..., Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", functions())
+@cases("name", ["nsa", "neighborhood"], functions())
 def test_inductor_of_views(name: str) -> None:
     f = functions()[name]
     x = [torch.randn(2, h, 12, 8).transpose(1, 2).requires_grad_() for h in (4, 2, 2)]

@@ -76,7 +76,7 @@ def test_as_the_loop(
 def test_some_queries_at_a_time(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setattr(sys.modules["tilewise.sparse.topk"], "GATHERED", chunk)
+    monkeypatch.setattr(sys.modules["tilewise.sparse.topk_attention"], "GATHERED", chunk)
     x, indices = inputs(9, 14, 4, 2, 8, 6, torch.float64), drawn(3, 9, 14, 2, 5)
     ours, expected = sparse.topk(*x, indices, return_lse=True), loop(*x, indices)
     torch.testing.assert_close(ours, expected)

@@ -100,7 +100,7 @@ def test_topk_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.func.grad(lambda q: sparse.topk(q, x, x, indices).square().sum())(x)
 
     expected = gradient()
-    monkeypatch.setattr(sys.modules["tilewise.sparse.topk"], "_backend", lambda q, name: "triton")
+    monkeypatch.setattr(sys.modules["tilewise.sparse.topk_attention"], "_backend", lambda q, name: "triton")
     assert torch.equal(gradient(), expected)
 
 

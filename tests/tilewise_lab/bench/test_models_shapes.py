@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from argparse import ArgumentParser
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from tests.compiling import environment
 from tests.conftest import HAS_TRITON
+from tests.forks import python
 from tilewise.errors import AttentionError
 from tilewise_lab import bench, cli
 from tilewise_lab.bench import shapes_run, shapes_time
@@ -248,7 +246,7 @@ print({x.launch for x in found})
 
 @needs_triton
 def test_the_kernels_of_cases_are_compiled_once():
-    done = subprocess.run([sys.executable, "-c", COMPILATIONS], capture_output=True, text=True, env=environment())
+    done = python("-c", COMPILATIONS)
     assert done.returncode == 0, done.stderr
     for name in ("hopper forward", "hopper backward", "(preprocess)", "(postprocess)"):
         assert repr(name) in done.stdout

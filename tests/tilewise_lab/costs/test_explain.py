@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tilewise
+from tests.forks import python
 from tilewise_lab import cli
 from tilewise_lab.costs.cost import Call
 from tilewise_lab.costs.devices import DEVICES
@@ -150,8 +147,8 @@ def compiled(device: str) -> tuple[Any, ...]:
     """Registers, shared memory and spills of the forward, its line of the explanation, all of it, and its stages; in a
     process of its own: here Triton interprets."""
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(tilewise.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", COMPILE, device], check=True, env=env, capture_output=True, text=True)
+    done = python("-c", COMPILE, device)
+    assert done.returncode == 0, done.stderr
     return tuple(json.loads(done.stdout))
 
 

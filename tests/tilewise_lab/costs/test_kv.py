@@ -13,7 +13,7 @@ import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, inputs
 from tilewise.backends.common.kv.partition import INTERPRETED_PROCESSORS, INTERPRETER, partition
-from tilewise.options import kv_options
+from tilewise.call.fields import CACHE
 from tilewise.validation import kv as checks
 from tilewise_lab import cli
 from tilewise_lab.costs.devices import device
@@ -39,7 +39,7 @@ def test_the_ranges_are_the_plan_kernels(case: KvCase, words: dict[str, Any]) ->
     x = inputs(case)
     words = x.options | words | {"backend": "triton"}
     plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **words)
-    request = checks.attend_request(x.q, x.k, x.v, x.lengths, kv_options(words))
+    request = checks.attend_request(x.q, x.k, x.v, x.lengths, CACHE.completed(words))
     sequences = explain_kv(x.q, x.k, x.v, x.lengths, device="H200", **words).sequences
     gpu = device("H200").gpu
     dealt = partition(request, gpu, INTERPRETED_PROCESSORS, INTERPRETER)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import HAS_TRITON
+from tests.forks import python
 from tests.tilewise_lab.course.wrong_answers import WRONG
 from tilewise_lab import cli
 from tilewise_lab.learn import check, lab, play, progress
@@ -39,9 +37,8 @@ def test_a_lesson_runs(number, tmp_path, monkeypatch):
     """With its assertions and its pictures; in a process of its own where the compiler is needed."""
     one = lesson(number)
     if one.needs == "compiler":
-        env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "0"}
-        command = [sys.executable, "-m", "tilewise_lab", "learn", str(number), "--quiet"]
-        subprocess.run(command, env=env, check=True, cwd=tmp_path)
+        done = python("-m", "tilewise_lab", "learn", str(number), "--quiet")
+        assert done.returncode == 0, done.stderr
     else:
         if HAS_TRITON:
             monkeypatch.setenv("TRITON_INTERPRET", "1")

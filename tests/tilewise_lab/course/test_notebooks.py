@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HAS_TRITON
+from tests.covering import cases
 from tilewise_lab import cli
 from tilewise_lab.learn.course import lessons
 from tilewise_lab.learn.notebook import notebook
@@ -62,7 +63,7 @@ RUNS = [[one for one in lessons() if one.needs == needs] for needs in ("compiler
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("books", RUNS, ids=lambda books: "-".join(f"{one.number:02}" for one in books))
+@cases("books", RUNS[1:2], [RUNS[0], RUNS[2]], ids=lambda books: "-".join(f"{one.number:02}" for one in books))
 def test_notebooks_run(books, tmp_path):
     """One language is enough: the code is the same, but for its sentences."""
     if books[0].needs and not HAS_TRITON:

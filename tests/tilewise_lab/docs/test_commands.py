@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentError, ArgumentParser
 from importlib import import_module
 from pathlib import Path
 
@@ -70,13 +70,15 @@ SLOW = {
 
 BENCH = "measures for minutes; tests/tilewise_lab/bench runs every target, tiny"
 COMPILES = "compiles for half a minute; tests/tilewise/test_warmup.py compiles one kernel"
-BUILDS = "tests/tilewise_lab/docs/test_site.py builds the site, in the slow ring"
+BUILDS = "tests/tilewise_lab/docs/test_site.py builds the site, at night"
+GENERATES = "writes files of the sources; tests compare them with what it would write"
 NETWORK = "needs PyPI; tests/wheel installs the wheel into an empty environment"
 ITSELF = "is what runs this"
 GPU = "needs a GPU"
 PICTURE = "emulates a whole kernel for a picture; tests/tilewise_lab/emulator draws a small one"
 EXAMPLE = "./run example train_gpt --steps 20"
 NOT_RUN = {
+    "./run --here": "adds packages to the Python of the tests; tests/test_run.py",
     "./run bench": BENCH,
     "./run notebook": "starts JupyterLab; tests/test_run.py",
     "./run package": NETWORK,
@@ -93,6 +95,9 @@ NOT_RUN = {
     "./run docs": BUILDS,
     "./run docs --open": BUILDS,
     "tilewise docs": BUILDS,
+    "./run python -m tilewise_lab.generate": GENERATES,
+    "python -m tilewise_lab.generate": GENERATES,
+    "python -m tests.covering": GENERATES,
     "./run lint": "a step of .ci/run",
     "./run test": ITSELF,
     "./run test --slow": ITSELF,
@@ -100,6 +105,7 @@ NOT_RUN = {
     "./run test -k window --pdb": ITSELF,
     "./run test tests/gpu": GPU,
     "bash .ci/run": ITSELF,
+    "bash .ci/nightly": ITSELF,
     "torchrun --standalone --nproc-per-node 4 examples/train_context_parallel.py": (
         "tests/test_train_context_parallel.py runs it, in the slow ring"
     ),
@@ -121,15 +127,21 @@ def test_every_command_of_the_documents_is_run_or_has_a_reason():
     assert not {*RUN} & {*NOT_RUN}
 
 
-OF_THE_SCRIPT = "test|lint|example|python|notebook|package"  # commands of ./run itself
+OF_THE_SCRIPT = "--here|test|lint|example|python|notebook|package"  # commands of ./run itself
 
 
-@pytest.mark.parametrize("line", [x for x in NOT_RUN if re.match(rf"tilewise|\./run (?!{OF_THE_SCRIPT})", x)])
-def test_a_command_that_is_not_run_is_understood(line):
-    name, *arguments = shlex.split(line)[1:]
-    parser = ArgumentParser(exit_on_error=False)
-    import_module(cli.COMMANDS[name].module).configure(parser)
-    parser.parse_args(arguments)
+def test_commands_that_are_not_run_are_understood():
+    wrong = []
+    for line in NOT_RUN:
+        if re.match(rf"tilewise|\./run (?!{OF_THE_SCRIPT})", line):
+            name, *arguments = shlex.split(line)[1:]
+            parser = ArgumentParser(exit_on_error=False)
+            import_module(cli.COMMANDS[name].module).configure(parser)
+            try:
+                parser.parse_args(arguments)
+            except (ArgumentError, SystemExit) as error:
+                wrong.append(f"{line}: {error}")
+    assert not wrong, "\n".join(wrong)
 
 
 def typed(line: str, changes: str) -> list[str]:

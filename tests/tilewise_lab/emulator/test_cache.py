@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import cases
 from tests.kv_cases import KvCase, compare, inputs
+from tilewise.call.fields import CACHE
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvCall
-from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 from tilewise_lab.emulator import launch
 
@@ -41,7 +42,7 @@ def attend(x: Any, *, planned: bool = False, **options: Any) -> tuple[torch.Tens
     from tilewise.backends.hopper import kv_launches as kv_launch
     from tilewise.request import INTERPRETER
 
-    request = checks.attend_request(x.q, x.k, x.v, x.lengths, kv_options(x.options | options))
+    request = checks.attend_request(x.q, x.k, x.v, x.lengths, CACHE.completed(x.options | options))
     *outer, n_q, heads, _ = x.q.shape
     out = torch.full((*outer, n_q, heads, x.v.shape[-1]), torch.nan, dtype=x.q.dtype)
     lse = torch.full((*outer, n_q, heads), torch.nan).mT if planned else torch.full((*outer, heads, n_q), torch.nan)
@@ -58,7 +59,7 @@ def attend(x: Any, *, planned: bool = False, **options: Any) -> tuple[torch.Tens
     return out, lse
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", ["pages of 16", "packed"], CASES)
 def test_every_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.backends.hopper import kv_launches as kv_launch
 
@@ -97,7 +98,7 @@ def test_what_it_leaves_to_others() -> None:
 
     def kept_by(case: KvCase, **options: Any) -> str | None:
         x = inputs(case, torch.bfloat16)
-        request = checks.attend_request(x.q, x.k, x.v, x.lengths, kv_options(x.options | options))
+        request = checks.attend_request(x.q, x.k, x.v, x.lengths, CACHE.completed(x.options | options))
         return unsupported(request, GPU)
 
     assert kept_by(BASE) is None

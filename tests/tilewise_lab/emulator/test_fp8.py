@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import reference
+from tilewise.backends.common.fp8_format import sampled_keys
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.reference import fp8
 from tilewise.mods.builtin import softcap
@@ -29,6 +30,14 @@ def request_of(name: str) -> Request:
     match name:
         case "full":
             return Request(q, k, v, SPEC)
+        case "causal, large":  # in blocks of smaller keys, values and queries, which some rows see and others do not
+            q[:, 140], k[:, [60, 215]], v[:, [100, 160, 250]] = 1e6, 1e4, 1e20
+            return Request(q, k, v, SPEC._replace(after=0))
+        case "causal, large, softcap":
+            q[:, 140], k[:, [60, 215]], v[:, [100, 160, 250]] = 1e6, 1e4, 1e20
+            mod = softcap(2.0)
+            spec = SPEC._replace(after=0, score_mod=mod.key, score_numbers=mod.numbers)
+            return Request(q, k, v, spec, sinks=torch.randn(4))
         case "causal":
             return Request(q, k, v, SPEC._replace(after=0))
         case "window, negative scale":
@@ -63,13 +72,15 @@ def quantise(request: Request, tensors: Any) -> None:
         ]
     order = torch.tensor([stored_key(r) for r in range(128)])
     for q_one, k_one, v_one, first_q, first_k in found:
-        mean: Tensor | float = fp8.mean_key(k_one) if request.is_plain else 0.0
-        k8, v8 = fp8.quantised(k_one.float() - mean, 128)[0], fp8.quantised(v_one, 128)[0]
+        some = k_one[: sampled_keys(request.spec.after, len(q_one), len(k_one))]
+        mean: Tensor | float = fp8.mean_key(some) if request.is_plain else 0.0
+        own = request.is_masked
+        k8, v8 = fp8.quantised(k_one.float() - mean, 128, own)[0], fp8.quantised(v_one, 128, own)[0]
         write(tensors.k8, first_k, k8.permute(0, 2, 1, 3))
         write(tensors.v8, first_k, v8.view(torch.uint8)[:, order].permute(0, 2, 3, 1))
         if len(q_one):
             whole = torch.nn.functional.pad(q_one.float(), (0, 0, 0, 0, 0, -len(q_one) % 128))
-            q8 = fp8.quantised(whole, 64)[0].unflatten(0, (-1, 2)).flatten(1, 2)
+            q8 = fp8.quantised(whole, 1)[0].unflatten(0, (-1, 128)).flatten(1, 2)
             write(tensors.q8, first_q, q8.permute(0, 2, 1, 3))
 
 
@@ -78,7 +89,16 @@ def write(memory: Tensor, first: int, values: Tensor) -> None:
     memory.view(torch.uint8)[first : first + blocks, :, :rows, :columns] = values.view(torch.uint8)
 
 
-NAMES = ["full", "causal", "window, negative scale", "sinks, narrow values", "softcap", "packed"]
+NAMES = [
+    "full",
+    "causal",
+    "causal, large",
+    "causal, large, softcap",
+    "window, negative scale",
+    "sinks, narrow values",
+    "softcap",
+    "packed",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,6 +119,7 @@ def test_as_the_reference(name: str) -> None:
     expected, expected_lse = reference.forward(request)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
     seen = (expected_lse > -math.inf).transpose(-1, -2)
-    error = (out - expected).float()[seen].pow(2).mean().sqrt() / expected.float()[seen].pow(2).mean().sqrt()
-    assert 0.001 < error < 0.035  # P in fp8
+    size = expected.double().abs().amax(-1, keepdim=True).clamp_min(1e-30)  # of a row: some see large values
+    error = ((out - expected) / size)[seen].pow(2).mean().sqrt() / (expected / size)[seen].pow(2).mean().sqrt()
+    assert 0.001 < error < (0.04 if "large" in name else 0.035)  # P in fp8; few weights make up a row with large values
     assert (out[~seen] == 0).all()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
+from tests.covering import cases
 from tests.mla_cases import MlaCase, compare, inputs
+from tilewise.call.fields import CACHE
 from tilewise.kv_request import KvCall
-from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 from tilewise_lab.emulator import launch
 
@@ -26,8 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("processors", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+@cases("name, processors", [("3 queries", 1), ("pages of 24", 3), ("fp8", 3), ("dense", 1)], product(CASES, [1, 3]))
 def test_mla(name: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.backends.common.kv import partition
     from tilewise.backends.common.launch import DeviceMemory, Target
@@ -38,7 +40,7 @@ def test_mla(name: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(partition, "INTERPRETED_PROCESSORS", processors)
     x = inputs(CASES[name], torch.bfloat16 if CASES[name].packed else torch.float16)
     cache = x.cache.view(torch.float8_e4m3fn) if CASES[name].packed else x.cache
-    request = checks.attend_request(x.q, cache, cache[..., :512], x.lengths, kv_options(x.options))
+    request = checks.attend_request(x.q, cache, cache[..., :512], x.lengths, CACHE.completed(x.options))
     batch, n_q, heads, _ = x.q.shape
     out = torch.full((batch, n_q, heads, 512), torch.nan, dtype=x.q.dtype)
     lse = torch.full((batch, heads, n_q), torch.nan)

@@ -9,6 +9,7 @@ import torch
 
 import tilewise
 from tests import features, features_budget
+from tests.covering import cases
 from tilewise.backends import reference
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.reference import ReferenceBackend
@@ -101,7 +102,7 @@ ORDERED = {
 }
 
 
-@pytest.mark.parametrize("name", ONE)
+@cases("name", ["many", "dropout, tile lists"], ONE)
 def test_within_budget(name, monkeypatch):
     judge(ONE[name], monkeypatch)
 
@@ -115,14 +116,14 @@ BITS = {
 }
 
 
-@pytest.mark.parametrize("name", BITS)
+@cases("name", ["packed"], BITS)
 def test_partial_tiles_as_bits(name, monkeypatch):
     """However few heads share a list."""
     monkeypatch.setattr("tilewise.backends.hopper.mask_words.MIN_SHARING", 0)
     judge(BITS[name], monkeypatch, longest=400)
 
 
-@pytest.mark.parametrize("name", ORDERED)
+@cases("name", ["packed tile lists"], ORDERED)
 def test_ordered_sums_with_tile_lists(name, monkeypatch):
     torch.use_deterministic_algorithms(True)
     try:
@@ -168,7 +169,7 @@ def root(score, b, h, q_idx, kv_idx):
     return torch.sqrt(abs(score))
 
 
-@pytest.mark.parametrize("d", [64, 256])
+@cases("d", [64], [256])
 def test_slopes_of_rows_that_do_not_exist(d):
     """The scores of padding are 0, where this mod has no finite slope."""
     torch.manual_seed(0)
@@ -180,7 +181,7 @@ def test_slopes_of_rows_that_do_not_exist(d):
         torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=0)
 
 
-@pytest.mark.parametrize(("d", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)])
+@cases("d, dtype", [(128, torch.float16)], [(64, torch.bfloat16), (256, torch.bfloat16)])
 def test_gradients_of_rows_that_are_far_out(d, dtype):
     """All scores of some rows are finfo.min, of others -1e9: each key has 1 / n of the weight, not 1."""
     torch.manual_seed(0)
@@ -196,7 +197,7 @@ def test_gradients_of_rows_that_are_far_out(d, dtype):
         torch.testing.assert_close(ours.float(), theirs, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize(("d", "scale"), [(64, 0.125), (64, -0.1), (256, 0.06)])
+@cases("d, scale", [(64, -0.1)], [(64, 0.125), (256, 0.06)])
 def test_who_does_not_see_a_nan_gets_none(d, scale):
     """A nan in the last key and its value, which only the last document sees: what others get is computed once more,
     terms included."""
@@ -222,7 +223,7 @@ def test_who_does_not_see_a_nan_gets_none(d, scale):
     assert found[0][:, 80:].isnan().all()
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@cases("d", [128], [64])
 def test_tile_lists_are_believed(d):
     """Tiles are skipped and taken for full as the lists say, whatever the mask mod would, rows and columns of tiles
     that list nothing among them, and for every head of a group; a nan among keys that nobody sees reaches nobody."""

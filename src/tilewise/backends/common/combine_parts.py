@@ -92,7 +92,7 @@ def combine(
 
 @triton.jit(**ANY_SIZE)
 def add_sums_kernel(base, sums, out, rows, scale, CONFIG: tl.constexpr):
-    """out = base + scale * sums, whose columns are in the order of `hopper/register_order.in_fours`."""
+    """out = base + scale * sums, whose columns are in the order of `hopper/parts.in_fours`."""
     r = tl.program_id(0).to(tl.int64) * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
     d = tl.arange(0, CONFIG.BLOCK_D)[None, :]
     place = (d & -16) + ((d & 6) << 1) + ((d & 8) >> 2) + (d & 1)

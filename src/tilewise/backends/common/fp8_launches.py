@@ -8,7 +8,7 @@ from torch import Tensor
 from ...request import Gpu, Request, padded
 from .device.fp8 import Fp8Scales
 from .device.structs import PAD
-from .fp8_format import KEY_BLOCK, MEAN_KEYS, is_smoothed
+from .fp8_format import FIRST_KEYS, KEY_BLOCK, MEAN_KEYS, MEDIAN_KEYS, is_smoothed
 from .fp8_quantise import Fp8Config, Fp8Tensors, mean_keys_kernel, quantise_kernel
 from .kernel_call import call_shape, view
 from .launch import INTERPRETED, Launch, Memory, can_overlap, pdl_option
@@ -40,18 +40,16 @@ def quantise(request: Request, gpu: Gpu, memory: Memory, least_dim: int, ordered
     k8 = memory.empty((rows * k_tiles, size.kv_heads, BLOCK, d), fp8)
     v8 = memory.empty((rows * k_tiles, size.kv_heads, dv, BLOCK), fp8)
     smooth = is_smoothed(request)
-    scales = Fp8Scales(
-        memory.empty((rows * q_tiles * 2, size.heads), f32),
-        memory.empty((rows * k_tiles, size.kv_heads), f32),
-        memory.empty((rows * k_tiles, size.kv_heads), f32),
-        memory.empty((rows * q_tiles, size.heads, BLOCK), f32) if smooth else None,
-    )
+    own = request.is_masked
+    row_scales = memory.empty((rows * q_tiles, size.heads, 1 + smooth, BLOCK), f32)
+    key_scales = memory.empty((rows * k_tiles, size.kv_heads, 2 + 2 * BLOCK * own), f32)
+    scales = Fp8Scales(row_scales, key_scales, row_scales if smooth else None, key_scales if own else None)
     means = memory.empty((size.batch, size.kv_heads, d), f32) if smooth else None
     tensors = Fp8Tensors(view(request.q), view(request.k), view(request.v), q8, k8, v8, scales, means)
     overlap = can_overlap(gpu)
     group = size.heads // size.kv_heads
     packed = gpu.has_e4m3 and not INTERPRETED
-    config = Fp8Config(group, size.d, size.dv, d, dv, MEAN_KEYS, ordered, overlap, packed)
+    config = Fp8Config(group, size.d, size.dv, d, dv, MEAN_KEYS, FIRST_KEYS, MEDIAN_KEYS, ordered, overlap, packed)
     options = {"CONFIG": config, **pdl_option(overlap)}
     k_total = size.programs(size.n_k, size.kv_heads, BLOCK)
     quantising = Launch(
@@ -68,7 +66,7 @@ def quantise(request: Request, gpu: Gpu, memory: Memory, least_dim: int, ordered
     averaging = Launch(
         mean_keys_kernel,
         size.batch * size.kv_heads,
-        (tensors, request.cu_k, size.n_k, size.kv_heads),
+        (tensors, request.cu_q, request.cu_k, size.n_q, size.n_k, spec.after, size.kv_heads),
         {**options, "num_warps": 16},
     )
     return Quantised(q8, k8, v8, scales, {"(fp8 mean key)": averaging, "fp8 quantise": quantising})

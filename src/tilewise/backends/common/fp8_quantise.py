@@ -1,17 +1,20 @@
-"""The quantising pass of precision="fp8": means of sampled keys, then q, k and v in float8_e4m3fn (`fp8_format`)."""
+"""The quantising pass of precision="fp8": mean keys, then q, k and v in float8_e4m3fn (`fp8_format`)."""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from .device.fp8 import MAX_FP8
+from .device.fp8 import MAX_FP8, key_scales_at, row_scales
 from .device.structs import ANY_SIZE, PAD, Grid, Rows, Sequences
 from .device.tile_io import index, load_rows
 from .device.tile_range import locate, sequence_bounds
+from .fp8_format import LARGE_KEY, LEAST_MAXIMUM, OWN_SCALES
 from .pdl import gdc_launch_dependents, gdc_wait
 
-LEAST: tl.constexpr = tl.constexpr(2.0**-40)
+LEAST: tl.constexpr = tl.constexpr(LEAST_MAXIMUM)
+LARGE: tl.constexpr = tl.constexpr(LARGE_KEY)
+OWN: tl.constexpr = tl.constexpr(OWN_SCALES)
 
 
 class Fp8Tensors(NamedTuple):
@@ -35,6 +38,8 @@ class Fp8Config(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     MEAN_KEYS: int
+    FIRST_KEYS: int
+    MEDIAN_KEYS: int
     ORDER: bool  # values are stored in the order of `stored_key`
     OVERLAP: bool
     PACKED: bool  # four values at a time become fp8, in PTX
@@ -63,23 +68,37 @@ def finite(x):
 
 
 @triton.jit
-def quantised(x):
-    """x in fp8, and its scale. Only where the largest value is inf, others are compared with it."""
-    largest = tl.max(tl.abs(x))
-    if largest == float("inf"):
+def largest_of_rows(x):
+    """x, with nan for what is not finite, and the largest value of each row. Only where a value is inf, all are
+    compared with it."""
+    largest = tl.max(tl.abs(x), 1)
+    if tl.max(largest, 0) == float("inf"):
         x = finite(x)
-        largest = tl.max(tl.abs(x))
-    largest = tl.maximum(largest, LEAST)
-    return (x * factor_of(largest)).to(tl.float8e4nv), scale_of(largest)
+        largest = tl.max(tl.abs(x), 1)
+    return x, tl.maximum(largest, 0.0)
+
+
+@triton.jit
+def largest_of_parts(x):
+    """The largest of every eight values of a row, which one thread has."""
+    return tl.max(tl.abs(x).reshape([x.shape[0], x.shape[1] // 8, 8]), 2)
+
+
+@triton.jit
+def above_zero(x):
+    """x, with inf for what is not above 0."""
+    return tl.where(x > 0.0, x, float("inf"))
 
 
 @triton.jit
 def factor_of(largest):
+    largest = tl.maximum(largest, LEAST)
     return tl.div_rn(MAX_FP8 + largest * 0.0, largest)
 
 
 @triton.jit
 def scale_of(largest):
+    largest = tl.maximum(largest, LEAST)
     return tl.div_rn(largest, MAX_FP8 + largest * 0.0)
 
 
@@ -89,9 +108,19 @@ def mean_key(tensors, b, h, kv_heads, CONFIG: tl.constexpr):
     return tensors.means + tl.cast(b * kv_heads + h, tl.int64) * CONFIG.BLOCK_D + tl.arange(0, CONFIG.BLOCK_D)
 
 
+@triton.jit
+def load_keys(x, base, token, exists, CONFIG: tl.constexpr):
+    """Keys in float32, with 0 for values that are not finite and in rows that do not exist; and the largest of each."""
+    d = tl.arange(0, CONFIG.BLOCK_D)
+    p = base + token.to(tl.int64)[:, None] * x.strides[1] + d[None, :].to(tl.int64) * x.strides[3]
+    y = tl.load(p, mask=exists[:, None] & (d < CONFIG.D)[None, :], other=0.0).to(tl.float32)
+    y = tl.where(tl.abs(y) < float("inf"), y, 0.0)
+    return y, tl.max(tl.abs(y), 1)
+
+
 @triton.jit(**ANY_SIZE)
-def mean_keys_kernel(tensors, cu_k, n_k, kv_heads, CONFIG: tl.constexpr):
-    """The mean of the sampled keys of one sequence and KV head; values that are not finite count as 0."""
+def mean_keys_kernel(tensors, cu_q, cu_k, n_q, n_k, after, kv_heads, CONFIG: tl.constexpr):
+    """The mean key of one sequence and KV head, see `fp8_format`."""
     if CONFIG.OVERLAP:
         gdc_wait()  # before the next launch starts, which reads what earlier ones wrote
         gdc_launch_dependents()
@@ -100,22 +129,38 @@ def mean_keys_kernel(tensors, cu_k, n_k, kv_heads, CONFIG: tl.constexpr):
     h = pid % kv_heads
     b = pid // kv_heads
     start = 0
+    queries = n_q
     n = n_k
     if cu_k is not None:
+        _, queries = sequence_bounds(cu_q + b, n_q)
         start, n = sequence_bounds(cu_k + b, n_k)
+    if after is not None:
+        n = tl.minimum(tl.maximum(n - queries + tl.minimum(after, queries) + 1, CONFIG.FIRST_KEYS), n)
     step = mean_step(n, CONFIG.MEAN_KEYS)
     count = tl.cdiv(n, step)
     x = tensors.k
-    d = tl.arange(0, CONFIG.BLOCK_D)
-    acc = tl.full([BLOCK, CONFIG.BLOCK_D], 0.0, tl.float32)
     base = x.ptr + tl.cast(b, tl.int64) * x.strides[0] + tl.cast(h, tl.int64) * x.strides[2]
+
+    each = tl.cdiv(count, CONFIG.MEDIAN_KEYS)  # of the samples, one in so many counts for the median
+    i = tl.arange(0, CONFIG.MEDIAN_KEYS)
+    exists = i * each < count
+    _, largest = load_keys(x, base, start + i * each * step, exists, CONFIG)
+    largest = tl.where(exists, largest, float("inf"))
+    other = tl.trans(largest[:, None].broadcast_to([CONFIG.MEDIAN_KEYS, CONFIG.MEDIAN_KEYS]))
+    below = tl.sum((other <= largest[:, None]).to(tl.int32), 1)
+    half = (tl.sum(exists.to(tl.int32), 0) + 1) // 2
+    most = LARGE * tl.min(tl.where(below >= half, largest, float("inf")), 0)
+
+    acc = tl.full([BLOCK, CONFIG.BLOCK_D], 0.0, tl.float32)
+    found = tl.full([BLOCK], 0, tl.int32)
     for first in range(0, count, BLOCK):
         r = first + tl.arange(0, BLOCK)
-        token = (start + r * step).to(tl.int64)
-        p = base + token[:, None] * x.strides[1] + d[None, :].to(tl.int64) * x.strides[3]
-        y = tl.load(p, mask=(r < count)[:, None] & (d < CONFIG.D)[None, :], other=0.0).to(tl.float32)
-        acc += tl.where(tl.abs(y) < float("inf"), y, 0.0)
-    tl.store(mean_key(tensors, b, h, kv_heads, CONFIG), tl.sum(acc, 0) / tl.maximum(count, 1))
+        y, size = load_keys(x, base, start + r * step, r < count, CONFIG)
+        counts = (r < count) & (size <= most)
+        acc += tl.where(counts[:, None], y, 0.0)
+        found += counts.to(tl.int32)
+    mean = tl.sum(acc, 0) / tl.maximum(tl.sum(found, 0), 1)
+    tl.store(mean_key(tensors, b, h, kv_heads, CONFIG), mean)
 
 
 @triton.jit(**ANY_SIZE)
@@ -162,6 +207,7 @@ def quantise_queries(tensors, w, block, sizes, CONFIG: tl.constexpr):
     r = tl.arange(0, HALF)
     d = tl.arange(0, CONFIG.BLOCK_D)
     line = (tl.cast(block, tl.int64) * sizes.heads + w.h) * PAD
+    factors = row_scales(tensors.scales, block, w.h, sizes.heads)
     halves = ()
     for n in tl.static_range(2):
         rows = Rows(tensors.q, w.b, w.h, w.q0, w.first + n * HALF, w.n_q)
@@ -171,10 +217,11 @@ def quantise_queries(tensors, w, block, sizes, CONFIG: tl.constexpr):
     for n in tl.static_range(2):
         x = halves[n].to(tl.float32)
         if tensors.scales.shift is not None:
-            tl.store(tensors.scales.shift + line + n * HALF + r, tl.sum(x * mean[None, :], 1) * sizes.scale)
-        y, factor = quantised(x)
+            tl.store(factors + PAD + n * HALF + r, tl.sum(x * mean[None, :], 1) * sizes.scale)
+        x, largest = largest_of_rows(x)
+        y = (x * factor_of(largest)[:, None]).to(tl.float8e4nv)
         tl.store(tensors.q8 + (line + n * HALF + r[:, None]) * CONFIG.BLOCK_D + d[None, :], y)
-        tl.store(tensors.scales.q + (tl.cast(block, tl.int64) * 2 + n) * sizes.heads + w.h, factor)
+        tl.store(factors + n * HALF + r, scale_of(largest))
 
 
 @triton.jit
@@ -186,9 +233,27 @@ def quantise_keys(tensors, w, line, kv_heads, CONFIG: tl.constexpr):
     if tensors.means is not None:
         mean = tl.load(mean_key(tensors, w.b, w.h, kv_heads, CONFIG))
         x -= mean[None, :] * (w.first + r < w.n_k).to(tl.float32)[:, None]
-    y, factor = quantised(x)
+    parts = largest_of_parts(x)
+    largest = tl.max(parts)
+    if largest == float("inf"):
+        x = finite(x)
+        parts = largest_of_parts(x)
+        largest = tl.max(parts)
+    scale = scale_of(largest)
+    factor = factor_of(largest)
+    scales = key_scales_at(tensors.scales, line)
+    if tensors.scales.own is not None:
+        may_have_own = tl.min(above_zero(parts)) < largest * OWN  # of a row that is small all parts are
+        if may_have_own:
+            rows_largest = tl.maximum(tl.max(tl.abs(x), 1), 0.0)
+            if tl.min(above_zero(rows_largest)) < largest * OWN:
+                tl.store(scales + 2 + r, scale_of(rows_largest))
+                x *= factor_of(rows_largest)[:, None]
+                scale = -1.0
+                factor = 1.0
+    y = (x * factor).to(tl.float8e4nv)
     tl.store(tensors.k8 + (line * PAD + r[:, None]) * CONFIG.BLOCK_D + d[None, :], y)
-    tl.store(tensors.scales.k + line, factor)
+    tl.store(scales, scale)
 
 
 @triton.jit
@@ -199,21 +264,46 @@ def quantise_values(tensors, w, line, CONFIG: tl.constexpr):
     b = load_values(tensors.v, w, 1, CONFIG)
     c = load_values(tensors.v, w, 2, CONFIG)
     d = load_values(tensors.v, w, 3, CONFIG)
-    largest = largest_of(a, b, c, d)
+    largest, least = extremes(a, b, c, d)
     if largest == float("inf"):
         a = finite(a)
         b = finite(b)
         c = finite(c)
         d = finite(d)
-        largest = largest_of(a, b, c, d)
-    largest = tl.maximum(largest, LEAST)
-    factor = factor_of(largest)
-    words = fp8_words(a * factor, b * factor, c * factor, d * factor, CONFIG.PACKED)
+        largest, least = extremes(a, b, c, d)
+    scale = scale_of(largest)
     i = tl.arange(0, PAD // 4)
     e = tl.arange(0, CONFIG.BLOCK_DV)
+    scales = key_scales_at(tensors.scales, line)
+    if tensors.scales.own is not None:
+        if least < largest * OWN:  # of a row that is small all parts are
+            least = tl.minimum(tl.minimum(least_row(a), least_row(b)), tl.minimum(least_row(c), least_row(d)))
+        if least < largest * OWN:
+            rows = scales + 2 + PAD
+            a = own_scales(a, scale, rows + stored_key(i, 0, CONFIG.ORDER))
+            b = own_scales(b, scale, rows + stored_key(i, 1, CONFIG.ORDER))
+            c = own_scales(c, scale, rows + stored_key(i, 2, CONFIG.ORDER))
+            d = own_scales(d, scale, rows + stored_key(i, 3, CONFIG.ORDER))
+            scale = -scale
+    factor = tl.where(scale < 0.0, 1.0, factor_of(largest))
+    words = fp8_words(a * factor, b * factor, c * factor, d * factor, CONFIG.PACKED)
     p = tensors.v8.to(tl.pointer_type(tl.int32)) + (line * CONFIG.BLOCK_DV + e[:, None]) * (PAD // 4) + i[None, :]
     tl.store(p, tl.trans(words))
-    tl.store(tensors.scales.v + line, scale_of(largest))
+    tl.store(scales + 1, scale)
+
+
+@triton.jit
+def least_row(x):
+    """The smallest of the largest values of the rows of x, but 0."""
+    return tl.min(above_zero(tl.max(tl.abs(x), 1)))
+
+
+@triton.jit
+def own_scales(x, scale, pointers):
+    """The rows of x as fp8 holds them, each with a scale of its own, which is stored in units of `scale`."""
+    largest = tl.maximum(tl.max(tl.abs(x), 1), 0.0)
+    tl.store(pointers, scale_of(largest) / scale)
+    return x * factor_of(largest)[:, None]
 
 
 @triton.jit
@@ -229,8 +319,17 @@ def load_values(v, w, C: tl.constexpr, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def largest_of(a, b, c, d):
-    return tl.max(tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))))
+def extremes(a, b, c, d):
+    """The largest value, and the smallest but 0 of `largest_of_parts`."""
+    a = largest_of_parts(a)
+    b = largest_of_parts(b)
+    c = largest_of_parts(c)
+    d = largest_of_parts(d)
+    least = tl.minimum(
+        tl.minimum(above_zero(a), above_zero(b)),
+        tl.minimum(above_zero(c), above_zero(d)),
+    )
+    return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d))), tl.min(least)
 
 
 @triton.jit

@@ -10,19 +10,22 @@ are built from shapes alone, and two arguments are never confused because they h
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from ... import settings
+from ...errors import AttentionError
 from ...request import MAX_HEAD_DIM, BackwardInputs, Request, Spec, heads_are_queries
 from ...torch_internals import current_stream, empty_strided_cuda
 from . import launch as launcher
@@ -39,20 +42,20 @@ from .launch import (
     Slot,
     Target,
     TensorMap,
+    all_arguments,
     compile_launches,
     target_of,
 )
 
 KNOBS = triton.knobs.runtime
+MAP_BYTES = 1 << 19  # of the TMA descriptors that one set of parameters keeps
 SPAN = 1 << 48  # bytes of the address space that belong to one placeholder
 COUNTERS_START = 1 << 61
 
-_launching = Lock()
-_counters: dict[tuple[int, int], int] = {}  # (device, stream) -> address
-# Calls in CUDA graphs that get counters of their own: 8 MB. A destroyed graph does not return them. Later calls get new
-# counters, which the graph zeroes before each call.
-CAPTURED_CALLS = 2048
-_captured: dict[int, Iterator[int]] = {}  # device -> addresses of counters that no captured call has
+COUNTERS_BYTES = 4 * COUNTERS
+COUNTERS_AT_ONCE = 512  # that are allocated: 2 MB, the granularity of the driver
+
+_locks: dict[tuple[int, int], Any] = {}  # (device, stream) -> held while the launches of a call are enqueued
 
 
 class CallShape(NamedTuple):
@@ -208,16 +211,21 @@ class Descriptor(NamedTuple):
     strides: tuple[int, ...]
 
 
-class PreparedLaunches:
-    """The launches of one call, in order. All arguments are in place except the addresses of the call's tensors.
+class Parameters:
+    """The parameters of the launches of one call, in place except for the addresses of the call's tensors.
 
-    Threads share the memory of the arguments and the counters of a stream, so a lock is held while the arguments are
-    written and the kernels are launched: the launches of two calls do not mix.
+    Args:
+        launches: in order.
+        tensors: how many addresses a call has.
+        device: where the kernels are loaded.
     """
 
+    __slots__ = ("addresses", "cells", "configured", "lock", "maps", "offsets", "stream", "write")
+
     def __init__(self, launches: Sequence[CompiledLaunch], tensors: int, device: int) -> None:
-        self.device, self.stream = device, 0
-        self.addresses: Sequence[int] = ()  # of the latest call, whose arguments are in place
+        self.stream = -1  # of the latest call
+        self.lock: Any = None  # of this stream
+        self.addresses: Sequence[int] = ()  # of the latest call, whose parameters are in place
         parameters = [[*launcher.parameters_of(x.binary, x.args)] for x in launches]
         count = sum(map(len, parameters))
         # addresses of the tensors, a null pointer for scratch memory, other values, and pointers to all of these
@@ -225,12 +233,12 @@ class PreparedLaunches:
         self.write = struct.Struct(f"={tensors}Q").pack_into
         self.offsets: list[tuple[int, int, int]] = []  # a cell, a tensor, and how many bytes into it the cell points
         self.maps: list[tuple[int, int, TensorMap]] = []  # a cell, and the tensor and the descriptor it points to
-        self.launches: list[tuple[Any, Any, int]] = []  # config, function, address of the pointers to its parameters
+        self.configured: list[tuple[Any, Any, int]] = []  # config, function, address of the pointers to its parameters
         start, _ = self.cells.buffer_info()
         value, pointer = tensors + 1, tensors + 1 + count  # the next cells
         for launch, items in zip(launches, parameters, strict=True):
             function = launcher.load_function(launch.binary, device)
-            self.launches.append((launcher.launch_config(launch), function, start + 8 * pointer))
+            self.configured.append((launcher.launch_config(launch), function, start + 8 * pointer))
             for item in items:
                 at = value
                 if isinstance(item, TensorMap):
@@ -245,35 +253,69 @@ class PreparedLaunches:
                 value, pointer = value + 1, pointer + 1
             self.cells[pointer] = self.cells[pointer + 1] = start + 8 * tensors
             pointer += 2
+        for _, _, descriptors in self.maps:
+            descriptors.keep(MAP_BYTES // len(self.maps))
 
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        """Launch everything on a stream of the current device. The address of an absent tensor is 0."""
-        cells, launch = self.cells, launcher.driver.cuLaunchKernelEx
-        with _launching:
-            if addresses != self.addresses:
-                self.addresses = ()  # the driver may raise an error below
-                self.write(cells, 0, *addresses)
-                for cell, tensor, offset in self.offsets:
-                    cells[cell] = addresses[tensor] + offset
-                for cell, tensor, descriptors in self.maps:
-                    cells[cell] = descriptors[addresses[tensor]]
-                self.addresses = addresses
-            if stream != self.stream:
-                self.stream = stream
-                for config, _, _ in self.launches:
-                    config.hStream = launcher.driver.CUstream(stream)
-            for config, function, parameters in self.launches:
+
+class PreparedLaunches:
+    """The launches of one call, in order.
+
+    A call takes a set of parameters and gives it back when everything is launched. So threads do not wait for each
+    other, and a signal handler or `__del__` that calls attention within a launch takes another set. A set whose call
+    was interrupted is not used again.
+
+    A lock for each stream keeps the launches of one call together: the calls of a KvPlan share its workspace. A thread
+    may take it again.
+    """
+
+    def __init__(
+        self, launches: Sequence[CompiledLaunch], tensors: int, device: int, low_bits: tuple[int, ...] | None
+    ) -> None:
+        self.compiled, self.tensors, self.device, self.low_bits = launches, tensors, device, low_bits
+        self.idle = [Parameters(launches, tensors, device)]
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> bool:
+        """Launch everything on a stream of the current device. The address of an absent tensor is 0.
+
+        Returns False, and launches nothing, if the addresses have other lowest bits than the kernels are for."""
+        try:
+            mine = self.idle.pop()
+        except IndexError:
+            mine = Parameters(self.compiled, self.tensors, self.device)
+        if addresses != mine.addresses:
+            if self.low_bits is not None and low_bits(addresses) != self.low_bits:
+                self.idle.append(mine)
+                return False
+            cells = mine.cells
+            mine.write(cells, 0, *addresses)
+            for cell, tensor, offset in mine.offsets:
+                cells[cell] = addresses[tensor] + offset
+            for cell, tensor, descriptors in mine.maps:
+                cells[cell] = descriptors[addresses[tensor]]
+            mine.addresses = addresses
+        if stream != mine.stream:
+            mine.lock = _locks.get((self.device, stream)) or _locks.setdefault((self.device, stream), RLock())
+            for config, _, _ in mine.configured:
+                config.hStream = launcher.driver.CUstream(stream)
+            mine.stream = stream
+        launch = launcher.driver.cuLaunchKernelEx
+        with mine.lock:
+            for config, function, parameters in mine.configured:
                 (status,) = launch(config, function, parameters, 0)
                 if status:
                     if status == launcher.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used CUDA
                         launcher.use_context(self.device)
                         (status,) = launch(config, function, parameters, 0)
                     launcher.checked((status,))
+        self.idle.append(mine)
+        return True
 
 
-def prepared(launches: Sequence[CompiledLaunch], tensors: int, device: int) -> PreparedLaunches | None:
-    """None where Triton has to launch."""
-    return PreparedLaunches(launches, tensors, device) if launcher.can_prepare(launches, device) else None
+def prepared(
+    launches: Sequence[CompiledLaunch], tensors: int, device: int, low_bits: tuple[int, ...] | None = None
+) -> PreparedLaunches | None:
+    """None where Triton has to launch. `low_bits`: see the function; None: not compared."""
+    return PreparedLaunches(launches, tensors, device, low_bits) if launcher.can_prepare(launches, device) else None
 
 
 class KernelCall:
@@ -299,8 +341,11 @@ class KernelCall:
             CompiledLaunch(binary, launch.programs, [memory.slots(x) for x in all_arguments(launch)])
             for launch, binary in zip(launches, compile_launches(launches), strict=True)
         ]
-        self.launches = prepared(compiled, len(memory.starts) + memory.has_counters, self.device.index)
+        count = len(memory.starts) + memory.has_counters
+        self.launches = prepared(compiled, count, self.device.index, self.low_bits)
         self.buffers, self.has_counters = memory.buffers, memory.has_counters
+        if self.has_counters and settings.checks_contents():
+            check_counters(self.device.index, current_stream(self.device.index))
         self.results = [memory.slot(x).number for x in built.results]
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -314,27 +359,18 @@ class KernelCall:
         every = [*tensors, *[empty_strided_cuda(*buffer) for buffer in self.buffers]]
         addresses = [0 if x is None else x.data_ptr() for x in every]
         if self.has_counters:
-            addresses.append(self._counters(stream, every))
-        if addresses != launches.addresses and low_bits(addresses) != self.low_bits:
-            # misaligned: a saved-tensor hook replaced a tensor, or dlse is a view
-            if self.low_bits:
-                return self._launch_with_triton(tensors)
-            return self([x if x is None or x.data_ptr() & 15 == 0 else aligned_copy(x) for x in tensors])
-        launches(addresses, stream)
-        return [every[n] for n in self.results]
-
-    def _counters(self, stream: int, every: list[Any]) -> int:
-        """The address of zeros that the launches leave at zero. Launches on one stream run one after another and share
-        them. A captured launch may be replayed beside any other, so it gets its own. If none are left, they come from
-        the graph's pool, zeroed by a captured memset, which takes 2 us and keeps the launch from starting before the
-        kernel before it has ended; `every` holds them until the launches are captured."""
-        if not torch.cuda.is_current_stream_capturing():
-            return stream_counters(self.device.index, stream)
-        address = next(_captured.get(self.device.index, iter(())), 0)
-        if not address:
-            every.append(DeviceMemory(self.device).counters())
-            address = every[-1].data_ptr()
-        return address
+            free, counters = take_counters(launches.device, stream)
+            addresses.append(counters)
+            launched = launches(addresses, stream)
+            free.append(counters)
+        else:
+            launched = launches(addresses, stream)
+        if launched:
+            return [every[n] for n in self.results]
+        # misaligned: a saved-tensor hook replaced a tensor, or dlse is a view
+        if self.low_bits:
+            return self._launch_with_triton(tensors)
+        return self([x if x is None or x.data_ptr() & 15 == 0 else aligned_copy(x) for x in tensors])
 
     def _launch_with_triton(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """In the interpreter, on AMD, without `cuda.bindings`, with a Triton launch hook, for misaligned tensors, and
@@ -358,16 +394,130 @@ def build_backward(named_launches: Callable[..., dict[str, Launch]], spec: Spec)
     return build
 
 
-def stream_counters(device: int, stream: int) -> int:
-    """The address of the counters that all calls on a stream share. The first call on a device also allocates those of
-    captured calls: during a capture the driver allocates no memory."""
-    found = _counters.get((device, stream))
-    if found is None:
-        found = _counters[device, stream] = launcher.zeros(device, 4 * COUNTERS)
-        if device not in _captured:
-            start = launcher.zeros(device, CAPTURED_CALLS * 4 * COUNTERS)
-            _captured[device] = iter(range(start, start + CAPTURED_CALLS * 4 * COUNTERS, 4 * COUNTERS))
-    return found
+# Counters: COUNTERS int32 zeros, which the launches of a call leave at zero. Launches on one stream run one after
+# another, so its calls share counters. While the launches of a call are enqueued, no other call has its counters:
+# another thread or a signal handler that calls in between takes others. Counters of a call that did not launch
+# everything may be left above zero and are not used again.
+#
+# Launches that are captured into a CUDA graph may be replayed beside any other launch, but not beside those of their
+# own graph and stream. So a graph has counters of its own for each stream, from its capture to its end.
+
+
+class Graph(NamedTuple):
+    """A captured graph: the address of a semaphore that CUDA posts when the graph is gone, and its counters."""
+
+    ended: int
+    streams: dict[int, list[int]]
+
+
+_counters: dict[tuple[int, int], list[int]] = {}  # (device, stream) -> addresses that no call has at the moment
+_graphs: dict[tuple[int, int], Graph] = {}  # (device, number of the capture)
+_spare: dict[int, list[int]] = {}  # device -> addresses that no stream and no graph has
+_semaphores: list[int] = []  # addresses of those that no graph has
+
+
+def take_counters(device: int, stream: int) -> tuple[list[int], int]:
+    """The address of counters for a call on a stream of the current device, and the list that gets it back when
+    everything is launched."""
+    if torch.cuda.is_current_stream_capturing():
+        free = _counters_of_capture(device, stream)
+    else:
+        free = _counters.get((device, stream)) or _counters.setdefault((device, stream), [])
+    try:
+        return free, free.pop()
+    except IndexError:
+        return free, _new_counters(device)
+
+
+def check_counters(device: int, stream: int) -> None:
+    """Raises AttentionError if the counters of a stream are not zero: the next kernel would leave out tiles. Waits for
+    the stream."""
+    if torch.cuda.is_current_stream_capturing():
+        return
+    driver = launcher.driver
+    for address in [*_counters.get((device, stream), ())]:
+        memory = (ctypes.c_int32 * COUNTERS)()
+        launcher.checked(driver.cuStreamSynchronize(driver.CUstream(stream)))
+        launcher.checked(driver.cuMemcpyDtoH(ctypes.addressof(memory), address, COUNTERS_BYTES))
+        if any(memory):
+            found = "above zero: a kernel was stopped before its end (by a debugger, or an error of the GPU)"
+            raise AttentionError("counters of the stream", found, "zeros, which a new process has")
+
+
+def _new_counters(device: int) -> int:
+    """Counters that no stream and no graph has. Lists are read and changed in single steps: a lock that a signal
+    handler takes again would never be released."""
+    spare = _spare.setdefault(device, [])
+    try:
+        return spare.pop()
+    except IndexError:
+        _reclaim_counters(device, spare)
+    try:
+        return spare.pop()
+    except IndexError:
+        first = launcher.zeros(device, COUNTERS_AT_ONCE * COUNTERS_BYTES)
+        spare.extend(range(first + COUNTERS_BYTES, first + COUNTERS_AT_ONCE * COUNTERS_BYTES, COUNTERS_BYTES))
+        return first
+
+
+def _counters_of_capture(device: int, stream: int) -> list[int]:
+    """The counters of the graph that a stream is captured into."""
+    driver = launcher.driver
+    result = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
+    launcher.checked(result)
+    _, _, number, graph, *_ = result
+    key = device, int(number)
+    if key not in _graphs:
+        _graphs[key] = Graph(_semaphore_of(graph), {})
+    return _graphs[key].streams.setdefault(stream, [])
+
+
+def _reclaim_counters(device: int, spare: list[int]) -> None:
+    """Append the counters of graphs that are gone."""
+    for key, graph in list(_graphs.items()):
+        if key[0] == device and graph.ended and _semaphore_functions().sem_trywait(graph.ended) == 0:
+            del _graphs[key]
+            _semaphores.append(graph.ended)
+            for addresses in graph.streams.values():
+                spare.extend(addresses)
+
+
+def _semaphore_of(graph: Any) -> int:
+    """The address of a new semaphore that is posted when a CUDA graph, and all that was instantiated from it, is gone.
+    0 if that is not possible: the graph's counters are not used again.
+
+    CUDA calls sem_post itself. A Python function would need the GIL, in a thread of the driver and after the
+    interpreter has ended. The memory of semaphores is never freed, because graphs may end after the interpreter.
+    """
+    functions = _semaphore_functions()
+    if functions is None:
+        return 0
+    try:
+        ended = _semaphores.pop()
+    except IndexError:
+        ended = functions.calloc(1, 64)
+        functions.sem_init(ended, 0, 0)
+    driver = launcher.driver
+    flags = driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+    post = driver.CUhostFn(ctypes.cast(functions.sem_post, ctypes.c_void_p).value)
+    owned = launcher.checked(driver.cuUserObjectCreate(ended, post, 1, int(flags)))
+    move = driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
+    (status,) = driver.cuGraphRetainUserObject(graph, owned, 1, int(move))
+    return 0 if status else int(ended)
+
+
+@cache
+def _semaphore_functions() -> Any:
+    """The C library, with its types set, or None without POSIX semaphores."""
+    try:
+        library = ctypes.CDLL(None)
+        pointer = ctypes.c_void_p
+        library.calloc.restype, library.calloc.argtypes = pointer, (ctypes.c_size_t, ctypes.c_size_t)
+        library.sem_init.argtypes = pointer, ctypes.c_int, ctypes.c_uint
+        library.sem_post.argtypes = library.sem_trywait.argtypes = (pointer,)
+    except (TypeError, OSError, AttributeError):
+        return None
+    return library
 
 
 def low_bits(addresses: Sequence[int]) -> tuple[int, ...]:
@@ -391,9 +541,3 @@ def has_launch_hook() -> bool:
     """Whether a Triton launch hook is set, which only Triton's launcher calls."""
     enter, leave = KNOBS.launch_enter_hook, KNOBS.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def all_arguments(launch: Launch) -> list[Any]:
-    """The arguments of a launch in the order of the kernel's parameters."""
-    constants = (launch.options[p.name] for p in launch.kernel.params if p.is_constexpr)
-    return [*launch.args, *constants]

@@ -10,30 +10,34 @@ launches the kernel.
 from __future__ import annotations
 
 import logging
-import os
 import struct
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
+import triton.language
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from ...request import INTERPRETER, Gpu, gpu_of
+from ... import settings
+from ...bounded import Bounded
+from ...errors import AttentionError
+from ...request import INTERPRETER, Gpu, gpu_of, older_target
 
 try:
     from cuda.bindings import driver as driver
 except ImportError:  # torch for CPU or AMD
     driver = None
 
-INTERPRETED = triton.knobs.runtime.interpret
-# Whether kernels may start before the previous one has ended (pdl.py). TILEWISE_NO_OVERLAP=1 disables
-# this, to find out whether a fault is a race between launches.
-OVERLAP = not INTERPRETED and os.environ.get("TILEWISE_NO_OVERLAP", "0") in ("", "0")
+INTERPRETED = settings.interprets()
+if isinstance(triton.language.sum, InterpretedFunction) != INTERPRETED:
+    raise AttentionError("TRITON_INTERPRET", "another value than when Triton was imported", settings.BEFORE_TRITON)
 INTERPRETED_PROCESSORS = 16
 OFFLINE_PROCESSORS = 132  # of an H100 and an H200
 COUNTERS = 1024  # int32 numbers
@@ -48,8 +52,14 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def __call__(self) -> Any:
-        """Launch through Triton. Returns the compiled kernel, or None if it was interpreted or has no programs."""
-        return self.kernel[(self.programs,)](*self.args, **self.options) if self.programs else None
+        """Launch through Triton. Returns the compiled kernel, or None if it was interpreted or has no programs.
+
+        Triton compiles for the GPU that is here, so code for an older one (`older_target`) is launched without it."""
+        if not self.programs:
+            return None
+        if older_target() is not None and not INTERPRETED:
+            return launch_older(self)
+        return self.kernel[(self.programs,)](*self.args, **self.options)
 
 
 def in_order(kernel: Any, **values: Any) -> tuple[Any, ...]:
@@ -110,9 +120,15 @@ def target_of(device: torch.device) -> Target:
     return Target(gpu_of(device) or INTERPRETER, multiprocessors(device))
 
 
+def overlaps() -> bool:
+    """Whether a kernel may start before the previous one has ended (pdl.py), on a GPU that can. TILEWISE_NO_OVERLAP=1
+    disables this, to find out whether a fault is a race between launches."""
+    return not INTERPRETED and settings.allows_overlap()
+
+
 def can_overlap(gpu: Gpu) -> bool:
     """Whether a kernel may start before the previous one has ended (programmatic dependent launch)."""
-    return gpu.kind == "cuda" and gpu.capability >= 90 and OVERLAP
+    return gpu.kind == "cuda" and gpu.capability >= 90 and overlaps()
 
 
 def pdl_option(overlap: bool) -> dict[str, bool]:
@@ -142,7 +158,7 @@ def compile_launches(launches: Sequence[Launch]) -> list[Any]:
     for launch in launches:
         compute_cache_keys(launch)
     with ThreadPoolExecutor(THREADS, "tilewise-compile") as pool, async_mode(pool):
-        kernels = [start_compiling(launch) for launch in launches]
+        kernels = [start_compiling(launch, pool) for launch in launches]
         log_if_slow([x.future for x in kernels if hasattr(x, "future")])
     return [compiled(launch, x) for launch, x in zip(launches, kernels, strict=True)]
 
@@ -164,8 +180,69 @@ def async_mode(pool: ThreadPoolExecutor) -> Any:
     return nullcontext() if mode is None else mode(pool, ignore_errors=True)
 
 
-def start_compiling(launch: Launch) -> Any:
-    return launch.kernel.warmup(*launch.args, grid=(1,), **compile_options(launch))
+def start_compiling(launch: Launch, pool: ThreadPoolExecutor | None = None) -> Any:
+    older = older_target()
+    if older is None:
+        return launch.kernel.warmup(*launch.args, grid=(1,), **compile_options(launch))
+    return compile_older(launch, older) if pool is None else Pending(pool.submit(compile_older, launch, older))
+
+
+class Pending(NamedTuple):
+    """A kernel that another thread compiles."""
+
+    future: Future[Any]
+
+    def result(self) -> Any:
+        return self.future.result()
+
+
+def compile_older(launch: Launch, gpu: Gpu) -> Any:
+    """The kernel of a launch, compiled for a GPU older than the one here. `warmup` compiles for the one here."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel, target = launch.kernel, GPUTarget("cuda", gpu.arch, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    given = compile_options(launch) | {"debug": bool(kernel.debug) or triton.knobs.runtime.debug}
+    given["instrumentation_mode"] = triton.knobs.compilation.instrumentation_mode  # as `JITFunction.run`
+    bound, specialization, options = bind(*launch.args, **given)
+    options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, options)
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def launch_older(launch: Launch) -> Any:
+    """Compile for an older GPU and launch, for calls that are not prepared; returns the kernel."""
+    (binary,) = compile_launches([launch])
+    device = torch.cuda.current_device()
+    use_context(device)
+    parameters = parameters_of(binary, addresses_of(all_arguments(launch)))
+    values = [x.bits for x in parameters if isinstance(x, Scalar)]  # all are: a tensor became its address
+    cells = array("Q", [*values, 0])
+    start, _ = cells.buffer_info()
+    pointers = array("Q", [start + 8 * min(n, len(values)) for n in range(len(values) + 2)])  # 2 of scratch memory: 0
+    config = launch_config(CompiledLaunch(binary, launch.programs, ()))
+    config.hStream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
+    checked(driver.cuLaunchKernelEx(config, load_function(binary, device), pointers.buffer_info()[0], 0))
+    return binary
+
+
+def addresses_of(x: Any) -> Any:
+    """Arguments with the address of every tensor in its place."""
+    if isinstance(x, Tensor):
+        return Scalar(x.data_ptr())
+    if isinstance(x, tuple):
+        items = [addresses_of(item) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+    return [addresses_of(item) for item in x] if isinstance(x, list) else x
+
+
+def all_arguments(launch: Launch) -> list[Any]:
+    """The arguments of a launch in the order of the kernel's parameters."""
+    constants = (launch.options[p.name] for p in launch.kernel.params if p.is_constexpr)
+    return [*launch.args, *constants]
 
 
 def compile_options(launch: Launch) -> dict[str, Any]:
@@ -182,6 +259,8 @@ def log_if_slow(futures: Sequence[Any]) -> None:
         kernels = "1 kernel" if len(futures) == 1 else f"{len(futures)} kernels"
         progress = f"{kernels} for a new kind of call, {len(done)} done after {LOG_AFTER_SECONDS:.0f} s"
         hint = "tilewise.warmup and `tilewise warm` compile ahead of time"
+        older = older_target()
+        progress += "" if older is None else f", as {older} code ({settings.TARGET})"
         log.warning(f"tilewise: compiling {progress}; Triton keeps them in {triton.knobs.cache.dir} ({hint})")
 
 
@@ -223,7 +302,7 @@ KINDS = ["i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp32
 FORMATS = dict(zip(KINDS, "?bhiq?BHIQffdd", strict=True))  # of `struct`, by Triton's name of a type
 ELEMENTS = {"fp8e4nv": ("UINT8", 1), "fp16": ("FLOAT16", 2), "fp32": ("FLOAT32", 4), "bf16": ("BFLOAT16", 2)}
 TENSOR_MAP_BYTES = 128
-TENSOR_MAPS = 1024  # addresses for which one descriptor is kept
+TENSOR_MAP_ENTRY = 512  # bytes of host memory for the descriptor of one address: 128, its object and two dict entries
 UNSUPPORTED_METADATA = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
 
 
@@ -244,7 +323,7 @@ class Scalar(NamedTuple):
         return cls(int.from_bytes(struct.pack("<" + FORMATS[kind], value).ljust(8, b"\0"), "little"))
 
 
-class TensorMap(dict[int, int]):
+class TensorMap(Bounded[int, int]):
     """A TMA descriptor argument: the device address of a tensor finds the host address of its descriptor, which the
     driver encodes when it is first looked up."""
 
@@ -253,7 +332,8 @@ class TensorMap(dict[int, int]):
         *outer, _ = descriptor.strides
         rank = len(descriptor.shape)
         self.number, self.offset = slot
-        self.descriptors: list[Any] = []  # keeps them in memory
+        super().__init__(0)
+        self.descriptors: Bounded[int, Any] = Bounded(0)  # keeps them in memory
         self.head = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{name}"), rank
         self.tail = (
             [driver.cuuint64_t(int(n)) for n in reversed(descriptor.shape)],
@@ -266,12 +346,13 @@ class TensorMap(dict[int, int]):
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
 
+    def keep(self, size: int) -> None:
+        """Keep descriptors of as many bytes."""
+        self.limit = self.descriptors.limit = max(8, size // TENSOR_MAP_ENTRY)
+
     def __missing__(self, address: int) -> int:
-        if len(self) >= TENSOR_MAPS:
-            self.clear()
-            self.descriptors.clear()
         descriptor = checked(driver.cuTensorMapEncodeTiled(*self.head, address + self.offset, *self.tail))
-        self.descriptors.append(descriptor)
+        self.descriptors[address] = descriptor
         pointer: int = descriptor.getPtr()
         self[address] = pointer
         return pointer
@@ -369,23 +450,45 @@ def load_function(binary: Any, device: int) -> Any:
     """The kernel on the current device. It stays loaded."""
     key = device, binary.hash
     if key not in _functions:
-        module = checked(driver.cuModuleLoadData(binary.asm["cubin"]))
-        function = checked(driver.cuModuleGetFunction(module, binary.metadata.name.encode()))
-        if binary.metadata.shared > 48 << 10:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked(driver.cuFuncSetAttribute(function, attribute, binary.metadata.shared))
+        with allowed_during_capture():
+            # a cubin runs on its own architecture; PTX, which ends in a zero byte, also on later ones
+            code = binary.asm["cubin"] if older_target() is None else binary.asm["ptx"].encode() + b"\0"
+            module = checked(driver.cuModuleLoadData(code))
+            function = checked(driver.cuModuleGetFunction(module, binary.metadata.name.encode()))
+            if binary.metadata.shared > 48 << 10:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                checked(driver.cuFuncSetAttribute(function, attribute, binary.metadata.shared))
+            if hasattr(driver, "cuFuncLoad"):  # the driver may load a kernel when it is first launched
+                checked(driver.cuFuncLoad(function))
         _functions[key] = function
     return _functions[key]
 
 
 def zeros(device: int, size: int) -> int:
     """The address of zero bytes, which stay allocated. They come from the driver: torch's allocator may be serving a
-    CUDA graph's private pool, which must not hold memory that outlives the graph."""
+    CUDA graph's private pool, which must not hold memory that outlives the graph. A stream of its own writes them: a
+    context with a stream that is captured cannot be synchronised."""
     use_context(device)
-    address = checked(driver.cuMemAlloc(size))
-    checked(driver.cuMemsetD8(address, 0, size))
-    checked(driver.cuCtxSynchronize())
+    with allowed_during_capture():
+        address = checked(driver.cuMemAlloc(size))
+        stream = checked(driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+        checked(driver.cuMemsetD8Async(address, 0, size, stream))
+        checked(driver.cuStreamSynchronize(stream))
+        checked(driver.cuStreamDestroy(stream))
     return int(address)
+
+
+@contextmanager
+def allowed_during_capture() -> Iterator[None]:
+    """Within it, this thread may allocate memory, load kernels and synchronise a stream while a CUDA graph is captured,
+    by this thread or another. Otherwise the driver returns an error and invalidates the capture. (torch's allocator
+    does the same.)"""
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = checked(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+    try:
+        yield
+    finally:
+        checked(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
 def use_context(device: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import AttentionError
-from ...mods.dropout import threshold
+from ...mods.dropout import kept_factor, threshold
 from ...request import Gpu, Request
 from . import mod_source as mods
 from .device import structs as device
@@ -28,7 +28,7 @@ def device_terms(request: Request, gpu: Gpu, tile: tuple[int, int] | None = None
         sinks=device.Sinks() if request.sinks is None else device.Sinks(request.sinks, request.sinks.stride(0)),
         seed=request.seed,
         threshold=threshold(spec.dropout_p) if drops else None,
-        rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
+        rescale=kept_factor(spec.dropout_p) if drops else None,
         score=mods.captured(request.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(request.mask, spec.mask_numbers),
         blocks=_blocks(request, tile, by_key) if tile and request.blocks and lists_tiles(gpu) else device.Blocks(),

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...request import BackwardInputs, Request, Spec
-from .device.structs import ANY_SIZE, LOG2E
+from .device.softmax import sink_maximum
+from .device.structs import ANY_SIZE
 from .launch import Build, Built, Launch, Memory, Target, can_overlap, named, overlapped
 from .pdl import gdc_wait
 from .preprocess import preprocess_launch, row_statistics
@@ -36,9 +37,8 @@ def sink_kernel(tensors, total, batch, rows, NATURAL: tl.constexpr, OVERLAP: tl.
     """total[h], the gradient of the sink of head h: one program for each, so that the order of the sum is fixed.
     NATURAL: lse2 is in natural units."""
     h = tl.program_id(0).to(tl.int64)
-    sink = tl.load(tensors.sinks + h * tensors.stride).to(tl.float32)
-    if not NATURAL:
-        sink *= LOG2E
+    sink = sink_maximum(tl.load(tensors.sinks + h * tensors.stride).to(tl.float32), 1 if NATURAL else None)
+    rounding = tl.where(sink == float("-inf"), 0.0, tl.abs(sink) * 2.0**-22)
     if OVERLAP:
         gdc_wait()
     acc = tl.zeros([BLOCK], tl.float32)
@@ -47,6 +47,8 @@ def sink_kernel(tensors, total, batch, rows, NATURAL: tl.constexpr, OVERLAP: tl.
         for first in range(0, rows, BLOCK):
             i = first + tl.arange(0, BLOCK)
             x = sink - tl.load(tensors.lse2.ptr + line + i, mask=i < rows, other=float("inf"))
+            # The sink is at most lse. A row without keys has lse = sink, but for the rounding of lse.
+            x = tl.where((tl.abs(x) <= rounding) | (x > 0.0), 0.0, x)
             p = tl.exp(x) if NATURAL else tl.exp2(x)
             acc += p * tl.load(tensors.delta.ptr + line + i, mask=i < rows, other=0.0)
     tl.store(total + h, -tl.sum(acc))

@@ -7,8 +7,14 @@ backends list. Only rows with a measurement beside them were timed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ... import settings
+from ...errors import AttentionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +23,11 @@ class Tile:
 
     `apart`: dK and dV are summed in separate passes. That takes one more product, but each pass holds one sum instead
     of two. `chunk`: products along the head dim take so many columns at a time, for operands that would not fit into
-    registers.
+    registers. `piece`: sums along the head dim, and the rows that they are made of, are kept in pieces of so many
+    columns: Triton divides a product of fewer rows than columns among the warps by columns, and with it the product
+    before, whose row maxima then cross warps. `branch`: a branch skips the mask of tiles of scores without hidden
+    pairs. Without it the forward has a loop without a mask, and one with a mask for the edges of the window; the
+    backward compares every tile with bounds of its rows. Calls with a mask mod keep the branch.
     """
 
     block_m: int
@@ -26,18 +36,22 @@ class Tile:
     stages: int
     apart: bool = False
     chunk: int = 512
+    piece: int = 512
+    branch: bool = True
 
     @property
     def block(self) -> tuple[int, int]:
         return self.block_m, self.block_n
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "num_warps": self.warps,
             "num_stages": self.stages,
             "CHUNK": self.chunk,
+            "PIECE": self.piece,
+            "BRANCH": self.branch,
         }
 
 
@@ -212,6 +226,41 @@ AMPERE["forward blocks", 4] = {  # with their pass's tiles they spill 120 and 16
     256: Tile(16, 32, 8, 1, chunk=64),
 }
 
+# mma.sync takes its operands from registers. A branch around the mask keeps Triton 3.6 from giving both products of a
+# loop one division among the warps: every tile of keys then costs 9 barriers and 27 stores to shared memory in place of
+# 2 and 0. FlashAttention-2's time / ours, sm_80 code on an H200, causal, 4k: bench/results/2026-11-19-older-gpus.md.
+# sm_90 code is 4 to 20 % slower without the branch: its products are divided by rows anyhow.
+
+
+def _without_branch(rows: dict[str, dict[int, Tile]]) -> Table:
+    """AMPERE with these tiles for head dims up to 256; terms keep what they have there."""
+    table = dict(AMPERE)
+    for which, better in rows.items():
+        table[which, 2] = AMPERE[which, 2] | {d: replace(tile, branch=False) for d, tile in better.items()}
+        for term in ("groups", "bias", "blocks"):  # not timed
+            table[f"{which} {term}", 2] = AMPERE[which, 2] | AMPERE.get((f"{which} {term}", 2), {})
+    return table
+
+
+ADA: Table = _without_branch({
+    "forward": {
+        64: Tile(128, 64, 4, 3),  # 1.09; 2 stages 0.97, with the branch 0.67
+        128: Tile(64, 64, 4, 3, piece=64),  # 0.92; 128x32x4 0.94, but it spills 160 bytes; with the branch 0.65
+        256: Tile(64, 64, 4, 2, piece=64),  # 0.93; 64x32x4 0.80, with the branch 0.39
+    },
+    "query": {  # of the whole backward of FlashAttention-2, whose five products are here seven
+        64: Tile(128, 32, 4, 3),  # 2.26; 64x64x4 1.98, with the branch 1.63
+        128: Tile(64, 64, 4, 2, piece=64),  # 1.85; 64x32x4 with 3 stages 1.63, with the branch 1.05
+        256: Tile(64, 16, 4, 3, piece=64),  # 1.58; 64x32x4 1.69, but it spills 204 bytes; with the branch 0.61
+    },
+    "key": {
+        64: Tile(64, 64, 4, 2),  # 1.43; 32x64x4 with 3 stages 1.38, with the branch 0.97
+        128: Tile(64, 64, 4, 2, piece=64),  # 1.36; 32x64x4 1.27, with the branch 0.85
+        256: Tile(32, 64, 4, 2, apart=True, piece=64),  # 0.94; with the branch 0.61
+    },
+})  # fmt: skip
+A100: Table = ADA | {("key", 2): ADA["key", 2] | {256: Tile(64, 64, 4, 2, apart=True, piece=64, branch=False)}}  # 1.03
+
 # Blackwell of the data center; not timed. Products of 64 rows and more are summed in tensor memory, of 512 columns:
 # Triton makes a trap of a kernel that wants more, as three products of TF32 do, which take it three times.
 BLACKWELL: Table = {(which, size): (AMPERE if size == 4 else HOPPER)[which, size] for which, size in HOPPER}
@@ -252,10 +301,10 @@ class Chip(NamedTuple):
 
 
 CHIPS: dict[Arch, Chip] = {
-    80: Chip(163 * KB, AMPERE),
-    86: Chip(99 * KB, AMPERE),
-    87: Chip(163 * KB, AMPERE),
-    89: Chip(99 * KB, AMPERE),
+    80: Chip(163 * KB, A100),
+    86: Chip(99 * KB, ADA),
+    87: Chip(163 * KB, A100),
+    89: Chip(99 * KB, ADA),
     90: Chip(227 * KB, HOPPER),
     100: Chip(227 * KB, BLACKWELL),
     103: Chip(227 * KB, BLACKWELL),
@@ -269,7 +318,7 @@ CHIPS: dict[Arch, Chip] = {
 
 def chip(arch: Arch) -> Chip:
     """The chip of an architecture; for one that is not in the table, the smallest of its kind."""
-    return CHIPS.get(arch) or (CHIPS[86] if isinstance(arch, int) else CHIPS["gfx942"])
+    return CHIPS.get(arch) or (CHIPS[120] if isinstance(arch, int) else CHIPS["gfx942"])
 
 
 def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, *terms: str | None) -> Tile:
@@ -277,13 +326,36 @@ def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, *terms: str | N
     GPU by its name; if terms ("groups", "bias", "blocks") have rows of their own, the row of the last such term.
 
     >>> tile("forward", 90, 2, 128)
-    Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False, chunk=512)
+    Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False, chunk=512, piece=512, branch=True)
     """
     table = chip(arch).tiles
-    rows = table[which, itemsize]
+    own = measured_tiles()
+    rows = table[which, itemsize] | own.get((arch, which, itemsize), {})
     for term in terms:
-        rows = rows | table.get((f"{which} {term}", itemsize), {})
-    return next(row for limit, row in rows.items() if padded_dim <= limit)
+        rows = rows | table.get((f"{which} {term}", itemsize), {}) | own.get((arch, f"{which} {term}", itemsize), {})
+    return next(row for limit, row in sorted(rows.items()) if padded_dim <= limit)
+
+
+@cache
+def measured_tiles() -> dict[tuple[Arch, str, int], dict[int, Tile]]:
+    """The rows of the file that TILEWISE_TILES names, which replace those of the tables. It is read once.
+
+    The file is a JSON list; each row is {"arch": 80, "pass": "forward", "bytes": 2, "head_dim": 128, "tile":
+    {"block_m": 128, "block_n": 64, "warps": 8, "stages": 3}} and replaces the tile of padded head dims up to head_dim.
+    """
+    name = settings.tiles_file()
+    found: dict[tuple[Arch, str, int], dict[int, Tile]] = {}
+    if not name:
+        return found
+    try:
+        for row in json.loads(Path(name).read_text()):
+            key = row["arch"], row["pass"], int(row["bytes"])
+            found.setdefault(key, {})[int(row["head_dim"])] = Tile(**row["tile"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AttentionError(
+            settings.TILES, f"{name} ({type(error).__name__}: {error})", "a file of `tilewise tune`"
+        ) from None
+    return found
 
 
 FEW_QUERIES, MANY_KEYS = 64, 1024  # of a dense call: keys of so few queries are divided among programs, if many

@@ -11,7 +11,7 @@ from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, Blocks, KernelConfig, View
 from ..common.kernel_call import CallShape, call_shape, view
-from ..common.launch import OVERLAP, Launch, Memory, Target, in_order, named, pdl_option
+from ..common.launch import Launch, Memory, Target, in_order, named, overlaps, pdl_option
 from ..common.renormalise import renormalised
 from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
 from .backward import backward_kernel
@@ -35,7 +35,7 @@ class Workspace(NamedTuple):
     """The memory that a call needs beside its arguments, in one allocation: the row statistics (batch and head, padded
     token); zeroed by `preprocess_kernel`, dQ in float32 in rows of 256 and counters: that of the tile scheduler, the
     flag of the NaN repair at 16, and from 32 on a semaphore for each tile of dQ; and with a `split` the parts of dK and
-    dV (see `key_parts.Parts`). Tiles have `widths` columns."""
+    dV (see `backward_common.Parts`). Tiles have `widths` columns."""
 
     widths: Widths
     lse2: Tensor
@@ -144,9 +144,9 @@ def preprocess_launch(call: BackwardCall) -> Launch:
     if lines is not None:
         tensors = tensors._replace(o=View(None, ()), do=View(None, ()), dq_acc=None)
     natural = has_large_scores(call.request)
-    config = PreprocessConfig(size.dv, PREPROCESS_ROWS, d, sum(d), block_dv, natural, OVERLAP)
+    config = PreprocessConfig(size.dv, PREPROCESS_ROWS, d, sum(d), block_dv, natural, overlaps())
     args = tensors, *call.lengths, tiles, size.heads, size.batch
-    options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4, **pdl_option(OVERLAP)}
+    options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4, **pdl_option(overlaps())}
     programs = size.programs(size.n_q, size.heads, PAD.value) * (PAD.value // PREPROCESS_ROWS)
     return Launch(preprocess_kernel, programs, args, options)
 
@@ -271,7 +271,7 @@ def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, s
     )
     mod = mask_mod(request) if mask_words is None else None
     options = {"MASK_MOD": mod, "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
-    options |= {"num_warps": 4, **pdl_option(OVERLAP)}
+    options |= {"num_warps": 4, **pdl_option(overlaps())}
     return Launch(backward_kernel, min(num_tiles, num_sms), args, options)
 
 
@@ -325,12 +325,12 @@ def postprocess_launch(call: BackwardCall, scale: float) -> Launch:
         *(size.tiles(size.n_q, pad), size.tiles(size.n_k, pad), size.heads, size.kv_heads, size.batch),
         *(q_total, k_total, parts, *terms),
     )
-    config = PostprocessConfig(size.d, size.dv, *space.widths, *space.widths.columns, OVERLAP)
+    config = PostprocessConfig(size.d, size.dv, *space.widths, *space.widths.columns, overlaps())
     options: dict[str, Any] = {"SCORE_MOD": mods[0], "MASK_MOD": mods[1], "REPAIR": repair_config, "CONFIG": config}
     # 128 KB of sums in flight on an SM, with as few registers as without the repair: only that spills
     warps = 4 if widest <= 128 and not parts else 8
     registers = 64 if widest <= 16 * warps else 128 if widest <= 256 else 255
-    options |= {"num_warps": warps, "maxnreg": registers, **pdl_option(OVERLAP)}
+    options |= {"num_warps": warps, "maxnreg": registers, **pdl_option(overlaps())}
     return Launch(postprocess_kernel, q_total + (k_total if parts else 0), args, options)
 
 
@@ -348,7 +348,7 @@ def new_repair_config(size: CallShape, block_d: int, block_dv: int) -> KernelCon
         PRECISION="ieee",
         CHUNK=512,
         PACKED=size.packed,
-        OVERLAP=OVERLAP,
+        OVERLAP=overlaps(),
     )
 
 

@@ -17,7 +17,6 @@ import triton.language as tl
 
 from ..common.device.structs import PAD, Grid, Sequences
 from ..common.device.tile_range import band, locate
-from .column_parts import acc_layout, allocate_boxes, flag_nonfinite, issue_abt, tile_at, zero_part
 from .gluon_compat import (
     arrive,
     bar_arrive,
@@ -33,9 +32,17 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pipeline import make_mbarriers, phase
-from .register_order import from_register_order, in_register_order
-from .token_rows import Tokens, store_global, tma_coordinates
+from .parts import (
+    acc_layout,
+    allocate_boxes,
+    flag_nonfinite,
+    from_register_order,
+    in_register_order,
+    issue_abt,
+    tile_at,
+    zero_part,
+)
+from .pipeline import Tokens, make_mbarriers, phase, store_global, tma_coordinates
 
 OWN: gl.constexpr = gl.constexpr(64)  # rows of a program
 OTHER: gl.constexpr = gl.constexpr(32)  # rows of the other side at a time

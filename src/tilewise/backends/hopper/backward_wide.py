@@ -28,29 +28,20 @@ from .backward_common import (
     Progress,
     QueryBlock,
     RowPipeline,
+    atomic_add_dq,
     is_edge,
     log2_p,
     make_kv_tile,
+    make_order,
     make_row_pipeline,
     next_block,
     num_blocks,
+    order_dq,
+    part_tile,
     produce,
     query_range,
+    store_key_part,
 )
-from .column_parts import (
-    acc_layout,
-    flag_nonfinite,
-    issue_abt,
-    issue_parts,
-    operands,
-    parts_at,
-    scaled,
-    tile_at,
-    wait_parts,
-    zero_acc,
-    zero_part,
-)
-from .dq_accumulation import atomic_add_dq, make_order, order_dq
 from .dropout import downcast_weights, score_gradients, sequence_word, with_signs
 from .gluon_compat import (
     arrive,
@@ -69,16 +60,30 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .key_parts import part_tile, store_key_part
+from .parts import (
+    acc_layout,
+    flag_nonfinite,
+    from_register_order,
+    in_register_order,
+    issue_abt,
+    issue_parts,
+    operands,
+    parts_at,
+    scaled,
+    tile_at,
+    wait_parts,
+    zero_acc,
+    zero_part,
+)
 from .pipeline import (
+    Tokens,
     make_tile_info,
     phase,
     read_tile_info,
     release_tile_info,
+    tma_coordinates,
     wait_tile_info,
 )
-from .register_order import from_register_order, in_register_order
-from .token_rows import Tokens, tma_coordinates
 
 # named barriers of both warpgroups
 P_STORED: gl.constexpr = gl.constexpr(8)

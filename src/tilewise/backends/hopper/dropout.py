@@ -1,8 +1,8 @@
 """Dropout on the tiles in a warpgroup's registers; see `tilewise.mods.dropout`.
 
-The factor 1 / (1 - dropout_p) is left to the results: O in the forward; dV, dK and dQ in the backward. A thread holds
-the queries i and i + 8 and the keys j and j + 8 of a tile, whose four weights share a hash. For the compiler to see
-this, bit 3 is cleared before the first query or key of the tile, a multiple of 16, is added.
+The factor of the kept weights (`kept_factor`) is left to the results: O in the forward; dV, dK and dQ in the backward.
+A thread holds the queries i and i + 8 and the keys j and j + 8 of a tile, whose four weights share a hash. For the
+compiler to see this, bit 3 is cleared before the first query or key of the tile, a multiple of 16, is added.
 """
 
 import triton.language as tl

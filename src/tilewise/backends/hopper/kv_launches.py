@@ -10,7 +10,7 @@ from ...kv_request import MIN_PREFILL_QUERIES, KvCall, KvRequest, PlannedTile
 from ..common.kernel_call import CallShape
 from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
-from .forward_softmax import ROWS
+from .forward import ROWS
 from .launches import Operands, State, column_descriptors, forward_config, forward_launch, new_state
 from .mla_launches import hopper_mla_launches, page_stride
 from .pipeline import KvCache

@@ -13,17 +13,14 @@ from ..common.device.fp8 import Fp8Scales
 from ..common.device.structs import Terms
 from ..common.fp8_format import KEY_BLOCK
 from ..common.kernel_call import CallShape, by_group, call_shape, new_max_logit, new_results, view
-from ..common.launch import COUNTERS, OVERLAP, Build, Built, Launch, Memory, Target, in_order, named, pdl_option
+from ..common.launch import COUNTERS, Build, Built, Launch, Memory, Target, in_order, named, overlaps, pdl_option
 from ..common.score_terms import device_terms, mask_mod, score_mod
-from .forward import forward_kernel
-from .forward_repair import RepairPointers
-from .forward_softmax import ROWS, ForwardConfig
+from .forward import ROWS, ForwardConfig, RepairPointers, forward_kernel
 from .gluon_compat import TensorDescriptor, gl
 from .mask_words import new_words, with_words, words_launches
-from .pipeline import CachePointers, KvCache
+from .pipeline import TMA_EXTENT, CachePointers, GlobalTensor, KvCache
 from .support import GPU, forward_tile, is_uneven, rows_together, widths, window_size
 from .tile_table import FP8_FORWARD, MAX_WHOLE_ROWS
-from .token_rows import TMA_EXTENT, GlobalTensor
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
@@ -211,7 +208,7 @@ def forward_launch(
         **dict(zip(KvCache._fields[4:], cache[4:], strict=True)),
     )
     options = {"SCORE_MOD": score, "MASK_MOD": mask, "CONFIG": config, "num_warps": 4}
-    options |= pdl_option(OVERLAP)
+    options |= pdl_option(overlaps())
     programs = min(tiles_per_row * rows, config.PROGRAMS * num_sms)
     assert FIRST_FLAG + config.WARPGROUPS * programs <= COUNTERS, "more flags than the zeros of a call"
     if config.PROGRAMS > 1:
@@ -285,7 +282,7 @@ def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool
 
 
 class Boxes(NamedTuple):
-    """A grid of tokens that are counted box by box (`token_rows.grid_place`): lengths of the slow and of the fast axis,
+    """A grid of tokens that are counted box by box (`pipeline.grid_place`): lengths of the slow and of the fast axis,
     tokens between neighbours along them, and tokens of a box along the fast axis."""
 
     slow: int
@@ -322,7 +319,7 @@ def part_descriptors(
 
 def descriptor(x: Tensor, rows: int, width: int, boxes: Boxes | None = None) -> TensorDescriptor:
     """The descriptor of a (batch, token, head, dim) or packed (token, head, dim) tensor; see
-    `token_rows.tma_coordinates`."""
+    `pipeline.tma_coordinates`."""
     if x.dim() == 3:
         return packed_descriptor(x, rows, width)
     batch, token, head, one = x.stride()

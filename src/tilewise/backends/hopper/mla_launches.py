@@ -13,11 +13,10 @@ from ..common.device.structs import View
 from ..common.kernel_call import view
 from ..common.kv.launches import buffers_of, checked_partition, combine_launch
 from ..common.kv.mla_launches import cache_views, mla_launch, repair_launch
-from ..common.launch import OVERLAP, Launch, Target, pdl_option
+from ..common.launch import Launch, Target, overlaps, pdl_option
 from ..common.score_terms import device_terms
 from .launches import packed_descriptor
-from .mla import HopperLatentConfig, hopper_mla_kernel
-from .mla_producers import PackedViews
+from .mla import HopperLatentConfig, PackedViews, hopper_mla_kernel
 from .support import MLA_TILE
 
 BLOCK = MLA_TILE[0]  # rows of a tile, and keys
@@ -59,7 +58,7 @@ def hopper_mla_launches(call: KvCall, target: Target) -> list[Launch]:
         *(0 if places.table is None else places.table.stride(0), k.shape[0], page_stride(k), places.batch),
         terms.sinks,
     )
-    options = {"CONFIG": config, "num_warps": 4, **pdl_option(OVERLAP)}
+    options = {"CONFIG": config, "num_warps": 4, **pdl_option(overlaps())}
     launches = [Launch(hopper_mla_kernel, partition.programs, args, options)]
     if rows_differ:
         launches.append(repair_launch(mla_launch(call, partition, target)))

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import settings
 from ...kv_formats import is_deepseek_fp8, is_latent, shares_memory
 from ...kv_request import MIN_PREFILL_QUERIES
 from ...mods.expr import const
 from ...mods.program import PROGRAMS, rows
-from ...request import Gpu, Request, Spec, has_address, triton_version
+from ...request import Gpu, Request, Spec, has_address, older_target, triton_version
 from ..common.kv.partition import latent_tile
 from ..common.tiles import FEW_QUERIES, MANY_KEYS
 from .tile_table import BACKWARD, FORWARD, LISTED, BackwardTile, ForwardTile
@@ -32,16 +33,18 @@ MLA_TILE = (64, 64)  # rows and keys of a tile with an MLA cache
 def unsupported(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why a call is not supported, or None. TMA needs strides and addresses of multiples of 16 bytes."""
     q, k, v = request.q, request.k, request.v
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"{q.dtype}; float16 and bfloat16 are supported"
     if gpu is None or gpu.kind == "interpreter":
         return f"the tensors are on {q.device.type}"
     if gpu.kind != "cuda":
         return f"the GPU is a {gpu.arch}, not NVIDIA's"
+    if gpu.capability != 90 and gpu == older_target():
+        return f"{settings.TARGET}={gpu} asks for the code of an older GPU"
     if gpu.capability != 90:
         return f"the GPU has compute capability {gpu.capability / 10}, not 9.0"
     if q.is_cuda and triton_version() < (3, 6):
         return "no triton >= 3.6 installed"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"{q.dtype}; float16 and bfloat16 are supported"
     if q.numel() == 0 or k.numel() == 0:
         return "no queries or no keys"
     if isinstance(request, Request) and request.seed is not None and (found := unsupported_dropout(request)):
@@ -103,6 +106,10 @@ def unsupported_fp8(request: Request) -> str | None:
         return f"head dim {max(d, dv)} with precision='fp8'; at most {MAX_FP8_HEAD_DIM} is supported"
     if request.blocks:
         return "a block mask with precision='fp8'"
+    if (
+        request.spec.max_logit and request.is_masked
+    ):  # the maximum that the kernel keeps may be lower than the largest score
+        return "return_max_logit= with precision='fp8' where keys are hidden"
     return None
 
 

@@ -165,7 +165,7 @@ BACKWARD: tuple[BackwardRow, ...] = (
     BackwardRow(64, 64, False, BackwardTile(64, 128, dq_by_tma=False)),
     # TFLOP/s at 16384 keys, full: 604; by atomics 568, because the fence before dQ waits for them.
     BackwardRow(128, 128, False, BackwardTile(64, 128, dq_by_tma=True)),
-    # In two passes (`backward_passes`); there is no room for a tile of dQ. Ratios to FlashAttention-3, causal 4 x 4096
+    # In two passes (`attend_values`); there is no room for a tile of dQ. Ratios to FlashAttention-3, causal 4 x 4096
     # and 16 x 1024: D 192 0.92, 0.83, with tiles of 64 keys 0.80, 0.65; D 192 by 128 1.01, 0.89, in halves 0.99, 0.94.
     BackwardRow(192, 192, True, BackwardTile(64, 128, dq_by_tma=False)),
     # There is no room for a tile of dQ.

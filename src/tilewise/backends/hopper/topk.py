@@ -12,8 +12,7 @@ from ..common.kernel_call import view
 from ..common.kv.combine import Buffers
 from ..common.launch import Launch
 from .gluon_compat import fence_async_shared, gl, gluon
-from .mla import consume_latent, latent_shared, latent_tiles
-from .mla_producers import LATENT_ROWS, LatentParams, NamedKeys, produce_named
+from .mla import LATENT_ROWS, LatentParams, NamedKeys, consume_latent, latent_shared, latent_tiles, produce_named
 
 COPYING_WARPS: gl.constexpr = gl.constexpr(4)
 

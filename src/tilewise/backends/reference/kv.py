@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.reference import scored, tiled
-from tilewise.kv_formats import (
+from ...kv_formats import (
     LATENT,
     dequantise,
     format_of,
@@ -21,7 +20,7 @@ from tilewise.kv_formats import (
     token_scales,
     unpack_latent,
 )
-from tilewise.kv_request import (
+from ...kv_request import (
     AppendRequest,
     CachePlaces,
     KvCall,
@@ -32,9 +31,10 @@ from tilewise.kv_request import (
     Scale,
     structure_of,
 )
-from tilewise.mods import mask_mod
-from tilewise.mods.program import Mod, bound
-from tilewise.request import Request
+from ...mods import mask_mod
+from ...mods.program import Mod, bound
+from ...request import Request
+from . import scored, tiled
 
 
 class ReferenceCache:
@@ -78,6 +78,8 @@ def attend(kv: KvCall) -> tuple[Tensor, ...]:
     counts = torch.tensor([0, *(len(at[0]) for at in where)], device=q.device)
     cu_k = counts.cumsum(0).int()
     dtype = common_dtype(dense)
+    if kv.out is not None:
+        dtype = torch.promote_types(dtype, kv.out.dtype)
     none = q.new_empty(0, dense.k.shape[2], q.shape[-1], dtype=dtype)
     k = torch.cat([none, *loaded(dense.k, request.k_scale, where, dtype)])
     v = k[..., :LATENT]
@@ -93,11 +95,11 @@ def attend(kv: KvCall) -> tuple[Tensor, ...]:
         q, k, v, spec, None, dense.sinks, dense.score, cu_q, cu_k, None, () if mask is None else mask.tensors
     )
     out, *by_row = tiled.forward(packed) if packed.is_plain else scored.forward(packed)
-    out = out.view(*dense.q.shape[:-1], out.shape[-1]).to(dense.q.dtype)
+    out = out.view(*dense.q.shape[:-1], out.shape[-1])
     if dense.q.dim() == 4:  # (H, B Sq) -> (B, H, Sq)
         by_row = [x.unflatten(1, dense.q.shape[:2]).transpose(0, 1).contiguous() for x in by_row]
     lse, *largest = by_row
-    out = out if kv.out is None else kv.out.copy_(out)
+    out = out.to(dense.q.dtype) if kv.out is None else kv.out.copy_(out)
     lse = lse if kv.lse is None else kv.lse.copy_(lse)
     found = [tiled.max_logit(x) for x in largest]
     return out, lse, *(found if kv.max_logit is None else [kv.max_logit.copy_(x) for x in found])

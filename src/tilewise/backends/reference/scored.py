@@ -2,7 +2,7 @@
 
     s = score_terms(scale * q.k)  softcap, score_mod, ALiBi, then the bias
     p = exp(s - lse)              hidden pairs 0; lse includes the sink
-    o = (p * dropout_factor) v    0 or 1 / (1 - dropout_p)
+    o = (p * dropout_factor) v    0 or `dropout.kept_factor`
 
 `forward`, `backward` and `term_gradients` leave hidden pairs out by selection, never by multiplication with 0, as
 `tiled` does. `whole` has the same attention as one expression.
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.reference.tiled import accumulate_, have_large_scores, row_maxima
-from tilewise.mods import PROGRAMS, dropout
-from tilewise.mods.expr import Expr, Place, evaluate, scatter_, sites
-from tilewise.mods.tile_lists import kinds_of
-from tilewise.request import BackwardInputs, Request, Spec
+from ...mods import PROGRAMS, dropout
+from ...mods.expr import Expr, Place, evaluate, scatter_, sites
+from ...mods.tile_lists import kinds_of
+from ...request import BackwardInputs, Request, Spec
+from .tiled import accumulate_, have_large_scores, row_maxima
 
 ROWS = 1 << 22  # scores held at once
 Keys = slice | Tensor  # all keys, or those of the tiles that a block mask lists
@@ -278,12 +278,12 @@ def hidden(block: Block, request: Request) -> Tensor:
 
 
 def dropout_factor(place: Place, request: Request, dtype: torch.dtype) -> Tensor | None:
-    """The factor of each weight, 0 or 1 / (1 - dropout_p); None without dropout."""
+    """The factor of each weight, 0 or `kept_factor`; None without dropout."""
     spec = request.spec
     if request.seed is None:
         return None
     keep = dropout.keep(spec.dropout_p, request.seed, place.b, place.h, place.i, place.j)
-    return keep.to(dtype) / (1.0 - spec.dropout_p)
+    return keep.to(dtype) * dropout.kept_factor(spec.dropout_p)
 
 
 def softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from tilewise.torch_internals import num_dispatch_modes, profiler_enabled
+from ...torch_internals import num_dispatch_modes, profiler_enabled
 
 T = TypeVar("T")
 _pools: dict[int, ThreadPoolExecutor] = {}

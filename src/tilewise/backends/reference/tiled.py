@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.reference.threads import each
-from tilewise.request import BackwardInputs, Request, Spec
+from ...request import BackwardInputs, Request, Spec
+from .threads import each
 
 LEAST_Q, TILE_Q = 128, 512  # rather more heads than more queries
 TILE_K = 512

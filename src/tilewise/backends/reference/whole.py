@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.reference.scored import (
+from ...errors import AttentionError
+from ...mods import PROGRAMS
+from ...mods.expr import Expr, scattered, sites
+from ...request import BackwardInputs, Request
+from .scored import (
     Block,
     bias_rows,
     dropout_factor,
@@ -23,11 +27,7 @@ from tilewise.backends.reference.scored import (
     with_padded_bias,
     without_padding,
 )
-from tilewise.backends.reference.tiled import max_logit, row_maxima
-from tilewise.errors import AttentionError
-from tilewise.mods import PROGRAMS
-from tilewise.mods.expr import Expr, scattered, sites
-from tilewise.request import BackwardInputs, Request
+from .tiled import max_logit, row_maxima
 
 
 def differentiable(request: Request) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ..common.device.gradients import key_gradients, query_gradient, store_key_gradients, store_query_gradient
-from ..common.device.matmul import raise_flag
+from ..common.device.matmul import raise_flag_of_pieces
 from ..common.device.structs import ANY_SIZE, Grid, ScoreParams, Sequences
 from ..common.device.tile_range import locate
 from ..common.pdl import gdc_launch_dependents, gdc_wait
@@ -40,7 +40,7 @@ def query_kernel(
     if w.first < w.n_q:
         acc = query_gradient(tensors, w, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False)
         if tensors.flags is not None:
-            raise_flag(tensors.flags + pid, acc)
+            raise_flag_of_pieces(tensors.flags + pid, acc)
         store_query_gradient(tensors, acc, w, rate, CONFIG)
     if CONFIG.OVERLAP:
         gdc_wait()
@@ -90,9 +90,9 @@ def key_kernel(
             w = locate(pid, grid, seqs, cu_k, CONFIG.BLOCK_N)
         if tensors.flags is not None:
             if CONFIG.SUM_K:
-                raise_flag(tensors.flags + pid, dk_acc)
+                raise_flag_of_pieces(tensors.flags + pid, dk_acc)
             if CONFIG.SUM_V:
-                raise_flag(tensors.flags + pid, dv_acc)
+                raise_flag_of_pieces(tensors.flags + pid, dv_acc)
         store_key_gradients(tensors, dk_acc, dv_acc, w, rate, CONFIG)
     if CONFIG.OVERLAP and not CONFIG.SUM_K:
         gdc_wait()

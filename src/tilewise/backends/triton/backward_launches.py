@@ -12,7 +12,7 @@ from ..common.launch import Launch, Memory, Target, can_overlap, named, overlapp
 from ..common.preprocess import preprocess_launch, row_statistics
 from ..common.renormalise import renormalised
 from ..common.repair import LINE, repair_backward_kernel
-from ..common.repair_launches import repair
+from ..common.repair_launches import WHOLE, repair
 from ..common.score_terms import device_terms, folded, mask_mod
 from .backward import key_kernel, query_kernel
 
@@ -116,4 +116,4 @@ def backward_repairs(passes: list[Launch], target: Target) -> list[Launch]:
 def _few_rows(name: str, config: KernelConfig) -> KernelConfig:
     """The same with at most FEW_ROWS rows: too few for the matrix instructions of a warpgroup (wgmma)."""
     side = "BLOCK_M" if name == "QUERY" else "BLOCK_N"
-    return config._replace(**{side: min(FEW_ROWS, getattr(config, side))})
+    return config._replace(PIECE=WHOLE, **{side: min(FEW_ROWS, getattr(config, side))})

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 from ..common.device.attend import store_max_logit
-from ..common.device.fp8 import MAX_FP8, padded_block
+from ..common.device.fp8 import LEAST_TOP, MAX_FP8, key_scales_at, padded_block, row_scales
 from ..common.device.mask import masked
 from ..common.device.matmul import raise_flag
 from ..common.device.score import scores
-from ..common.device.softmax import log2_scale, row_logsumexp, row_maximum, softmax_step
-from ..common.device.structs import ANY_SIZE, LOG2E, PAD, Grid, Pairs, Rows, ScoreParams, Sequences
+from ..common.device.softmax import log2_scale, row_logsumexp, sink_maximum, softmax_step
+from ..common.device.structs import ANY_SIZE, PAD, Grid, Pairs, Rows, ScoreParams, Sequences
 from ..common.device.tile_io import row_pointers, store_rows
 from ..common.device.tile_range import key_range, locate, loop_range, tile_at
 from ..common.pdl import gdc_launch_dependents, gdc_wait
@@ -66,8 +66,8 @@ def fp8_forward_kernel(
         i = w.first + tl.arange(0, CONFIG.BLOCK_M)
         lse = row_logsumexp(m, l, terms.large_scores)
         if fp8.scales.shift is not None:
-            line = (padded_block(w.q0, w.b, n_q, cu_q) + i // PAD).to(tl.int64) * heads + w.h
-            lse += tl.load(fp8.scales.shift + line * PAD + i % PAD)  # -inf stays
+            block = padded_block(w.q0, w.b, n_q, cu_q) + i // PAD
+            lse += tl.load(row_scales(fp8.scales, block, w.h, heads) + PAD + i % PAD)  # -inf stays
         exists = i < w.n_q
         if tensors.max_logit is not None:
             store_max_logit(tensors.max_logit, top, w, w.h, exists, heads, CONFIG)
@@ -91,7 +91,7 @@ def fp8_stream_keys(fp8, w, seqs, heads, params, CONFIG: tl.constexpr):
     k_block = padded_block(w.k0, w.b, seqs.n_k, seqs.cu_k)
     q_line = (q_block + i // PAD).to(tl.int64) * heads + w.h
     q_tile = tl.load(fp8.q + (q_line * PAD + i % PAD)[:, None] * CONFIG.BLOCK_D + d[None, :])
-    q_factor = tl.load(fp8.scales.q + (q_block * 2 + i // (PAD // 2)) * heads + w.h)
+    q_factor = tl.load(row_scales(fp8.scales, q_block + i // PAD, w.h, heads) + i % PAD)
     qk_scale = log2_scale(params.scale, CONFIG.FOLD)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.full([BLOCK_M], 0.0, tl.float32)
@@ -99,7 +99,7 @@ def fp8_stream_keys(fp8, w, seqs, heads, params, CONFIG: tl.constexpr):
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if terms.sinks.ptr is not None:
         sink = tl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(tl.float32)
-        m = l + row_maximum(sink, LOG2E, terms.large_scores)
+        m = l + sink_maximum(sink, terms.large_scores)
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
     span = key_range(w, params.before, params.after, BLOCK_M, BLOCK_N)
     lo, hi = loop_range(span, w, w.h, terms.blocks, BLOCK_N)
@@ -110,15 +110,31 @@ def fp8_stream_keys(fp8, w, seqs, heads, params, CONFIG: tl.constexpr):
         line = (k_block + first // PAD).to(tl.int64) * kv_heads + h_kv
         k_tile = tl.load(fp8.k + (line * PAD + first % PAD + n[:, None]) * CONFIG.BLOCK_D + d[None, :])
         product = tl.dot(q_tile, tl.trans(k_tile), max_num_imprecise_acc=CONFIG.CHUNK)
-        factor = q_factor * tl.load(fp8.scales.k + line)
-        s = scores(product * factor[:, None], pairs, params.scale, terms, params.SCORE_MOD, CONFIG.FOLD)
+        scales = key_scales_at(fp8.scales, line)
+        k_factor = tl.load(scales)
+        if fp8.scales.own is not None:
+            if k_factor < 0.0:  # -1: each key has a scale of its own
+                product *= tl.load(scales + 2 + first % PAD + n)[None, :]
+            k_factor = tl.abs(k_factor)
+        s = scores(product * (q_factor * k_factor)[:, None], pairs, params.scale, terms, params.SCORE_MOD, CONFIG.FOLD)
         s = masked(s, float("-inf"), pairs, edge, partial, params)
         if CONFIG.MAX_LOGIT:
             top = tl.maximum(top, tl.max(s, 1))
         p, alpha, m, l = softmax_step(m, l, s, qk_scale, terms.large_scores, False)
         v_tile = tl.load(fp8.v + (line * CONFIG.BLOCK_DV + e[:, None]) * PAD + first % PAD + n[None, :])
-        found = tl.dot((p * MAX_FP8).to(tl.float8e4nv), tl.trans(v_tile))
-        acc = acc * alpha[:, None] + found * (tl.load(fp8.scales.v + line) / MAX_FP8)
+        if fp8.scales.own is not None:
+            v_scale = tl.load(scales + 1)
+            unit = tl.full([BLOCK_M], 1.0, tl.float32)
+            if v_scale < 0.0:  # then P is multiplied by the scales of the values, and a row of it has a maximum of 1
+                p *= tl.load(scales + 2 + PAD + first % PAD + n)[None, :]
+                unit = tl.max(p, 1)
+                unit = tl.where(unit > LEAST_TOP, unit, 1.0)
+                p = p / unit[:, None]
+            found = tl.dot((p * MAX_FP8).to(tl.float8e4nv), tl.trans(v_tile))
+            acc = acc * alpha[:, None] + found * (unit * (tl.abs(v_scale) / MAX_FP8))[:, None]
+        else:
+            found = tl.dot((p * MAX_FP8).to(tl.float8e4nv), tl.trans(v_tile))
+            acc = acc * alpha[:, None] + found * (tl.load(scales + 1) / MAX_FP8)
     if CONFIG.FOLD:
         top *= params.scale
     return acc, m, l, top

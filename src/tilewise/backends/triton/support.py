@@ -24,10 +24,6 @@ MAX_SCALE_GROUPS = 32  # of dims of a head: a pair of groups is a tile of its ow
 
 
 def unsupported(request: Request, gpu: Gpu | None) -> str | None:
-    if request.q.dtype == torch.float64:
-        return "float64, which only the reference computes"
-    if request.k.shape[-2] == 0:
-        return "no heads"
     if gpu is None:
         if not has_triton():
             return "no triton installed (it comes with a CUDA build of torch)"
@@ -36,6 +32,10 @@ def unsupported(request: Request, gpu: Gpu | None) -> str | None:
         return "the GPU is older than Ampere (compute capability 8.0)"
     if gpu.kind == "hip" and gpu.arch not in AMD:
         return f"the GPU is a {gpu.arch}; {' and '.join(AMD)} are supported"
+    if request.q.dtype == torch.float64:
+        return "float64, which only the reference computes"
+    if request.k.shape[-2] == 0:
+        return "no heads"
     if isinstance(request, Request) and request.spec.token_boxes:
         return "tokens in boxes"
     if isinstance(request, Request):

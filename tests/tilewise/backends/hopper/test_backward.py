@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace as altered
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tests.budget import check
 from tests.cases import Case, Inputs, make
+from tests.covering import cases, each_once
 from tests.oracle import naive_grads
 from tilewise.request import BackwardInputs, Request
 
@@ -107,9 +109,11 @@ def gradients(
     return grads
 
 
-@pytest.mark.parametrize("split", [None, Split(1, 2)], ids=["whole", "parts"])
-@pytest.mark.parametrize("side", ["queries", "keys"])
-@pytest.mark.parametrize("name", ["causal", "shared keys", "192", "256 causal", "512 causal"])
+@each_once(
+    name=["causal", "shared keys", "192", "256 causal", "512 causal"],
+    side=["queries", "keys"],
+    split=[None, Split(1, 2)],
+)
 def test_only_gradients_that_depend_on_a_nan_get_one(name: str, side: str, split: Split | None) -> None:
     """The first queries, or the last keys, are NaN."""
     inputs = make(CASES[name], "cpu")
@@ -130,15 +134,20 @@ def test_only_gradients_that_depend_on_a_nan_get_one(name: str, side: str, split
     assert not bad_q.all()
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+QUICK = [
+    ("causal", False), ("wide k", True), ("few keys", True), ("packed", True), ("192 by 128", False),
+    ("256 window", True), ("96 packed", False), ("512 causal", False),
+]  # fmt: skip
+
+
+@cases("case, deterministic", [(CASES[name], x) for name, x in QUICK], product(CASES.values(), (False, True)), ids=str)
 def test_within_budget(case: Case, deterministic: bool) -> None:
     inputs = make(case, "cpu")
     unused = torch.zeros(())
     check([unused, unused, *gradients(inputs, deterministic=deterministic)], inputs, ("dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("case", [altered(PLAIN, n_q=500, n_k=500), altered(WIDE, n_q=300, n_k=300)], ids=str)
+@cases("case", [altered(PLAIN, n_q=500, n_k=500)], [altered(WIDE, n_q=300, n_k=300)], ids=str)
 def test_ordered_sums_do_not_depend_on_timing(case: Case) -> None:
     inputs = make(altered(case, after=0), "cpu")
     first, *others = (gradients(inputs, deterministic=True, seed=seed) for seed in range(3))
@@ -146,7 +155,7 @@ def test_ordered_sums_do_not_depend_on_timing(case: Case) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, grads, strict=True))
 
 
-@pytest.mark.parametrize("name", ["full", "window", "shared keys", "packed", "256 shared keys"])
+@cases("name", ["packed"], ["full", "window", "shared keys", "packed", "256 shared keys"])
 def test_ordered_sums_in_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One head in a cohort: the tiles of the last are drawn first tile first, those of the others last tile first."""
     monkeypatch.setattr(backward_schedule, "L2_BYTES", 0)
@@ -158,7 +167,7 @@ def test_ordered_sums_in_both_directions(name: str, monkeypatch: pytest.MonkeyPa
     check([unused, unused, *gradients(inputs, deterministic=True)], inputs, ("dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("case", [altered(PLAIN, n_q=500, n_k=500), altered(WIDE, n_q=400, n_k=400)], ids=str)
+@cases("case", [altered(PLAIN, n_q=500, n_k=500)], [altered(WIDE, n_q=400, n_k=400)], ids=str)
 def test_without_semaphores_they_would(case: Case) -> None:
     inputs = make(altered(case, dtype="float16"), "cpu")
     options: Any = {"deterministic": True, "num_sms": 8, "semaphore_wait": lambda *_: None}
@@ -187,8 +196,12 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
-@pytest.mark.parametrize(("case", "split"), SPLIT.values(), ids=SPLIT.keys())
+@cases(
+    "case, split, deterministic",
+    [(*SPLIT["window"], False), (*SPLIT["packed"], True), (*SPLIT["256"], True), (*SPLIT["lse"], False)],
+    [(*pair, x) for pair in SPLIT.values() for x in (False, True)],
+    ids=str,
+)
 def test_parts_add_up(case: Case, split: Split, deterministic: bool) -> None:
     inputs = make(case, "cpu")
     unused = torch.zeros(())
@@ -196,8 +209,7 @@ def test_parts_add_up(case: Case, split: Split, deterministic: bool) -> None:
     check([unused, unused, *found], inputs, ("dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("split", [Split(), Split(2)], ids=str)
-@pytest.mark.parametrize("name", ["shared keys", "packed", "256 shared keys"])
+@each_once(name=["shared keys", "packed", "256 shared keys"], split=[Split(), Split(2)], ids=str)
 def test_float32_gradients_are_added_without_rounding(name: str, split: Split) -> None:
     inputs = make(altered(CASES[name], dtype="bfloat16"), "cpu")
     found = gradients(inputs, partial=True, split=split)
@@ -216,7 +228,7 @@ def test_float32_gradients_above_head_dim_256() -> None:
     check([unused, unused, *(x.to(inputs.q.dtype) for x in found)], inputs, ("dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("name", ["heads and blocks", "128 blocks", "packed", "256 blocks"])
+@cases("name", ["packed"], ["heads and blocks", "128 blocks", "packed", "256 blocks"])
 def test_ordered_parts_do_not_depend_on_timing(name: str) -> None:
     case, split = SPLIT[name]
     inputs = make(case, "cpu")
@@ -242,7 +254,7 @@ SYNCHRONISED = [(PLAIN, False), (PLAIN, True), (TWO_PASSES, False)]
 SYNCHRONISED_IDS = ["fast", "ordered", "two passes"]
 
 
-@pytest.mark.parametrize(("case", "deterministic"), SYNCHRONISED, ids=SYNCHRONISED_IDS)
+@cases("case, deterministic", SYNCHRONISED[1:2], SYNCHRONISED, ids=str)
 def test_a_slow_warpgroup_changes_nothing(case: Case, deterministic: bool) -> None:
     inputs = make(altered(case, n_q=400, n_k=400), "cpu")
     even, uneven = (
@@ -266,16 +278,16 @@ def test_sums_that_come_late_change_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(even, uneven, strict=True))
 
 
-@pytest.mark.parametrize(("case", "deterministic"), SYNCHRONISED, ids=SYNCHRONISED_IDS)
-@pytest.mark.parametrize("word", ["bar_sync_dynamic", "bar_arrive_dynamic", "arrive", "fence_async_shared"])
-def test_missing_synchronisation_is_caught(case: Case, word: str, deterministic: bool) -> None:
+@each_once(word=["bar_sync_dynamic", "bar_arrive_dynamic", "arrive", "fence_async_shared"], call=SYNCHRONISED, ids=str)
+def test_missing_synchronisation_is_caught(word: str, call: tuple[Case, bool]) -> None:
+    case, deterministic = call
     inputs = make(altered(case, n_q=400, n_k=400), "cpu")
     broken = {"downcast": limping("consume 1"), word: lambda *_: None}
     with pytest.raises((emulator.RaceError, emulator.DeadlockError)):
         all(gradients(inputs, deterministic=deterministic, seed=seed, **broken) for seed in range(4))
 
 
-@pytest.mark.parametrize(("d", "dv", "heads"), [(64, 64, 1), (128, 128, 2), (128, 64, 1)])
+@cases("d, dv, heads", [(128, 128, 2)], [(64, 64, 1), (128, 64, 1)])
 def test_scattered(d: int, dv: int, heads: int) -> None:
     """Queries that are copies of rows: dq is added to the rows, in another order of columns."""
     lengths = ((5, 40), (0, 60), (150, 130), (64, 80))

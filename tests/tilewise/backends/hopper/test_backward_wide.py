@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from tests.cases import make
+from tests.covering import cases, each_once
 
 from .test_backward import WIDE, emulator, gradients, limping
 
 pytestmark = [pytest.mark.usefixtures("triton_runs"), pytest.mark.slow]
 
 
-@pytest.mark.parametrize("slow", ["consume 0", "consume 1"])
+@cases("slow", ["consume 0"], ["consume 1"])
 def test_a_slow_warpgroup_changes_nothing(slow: str) -> None:
     inputs = make(altered(WIDE, n_q=300, n_k=300), "cpu")
     for a, b in zip(gradients(inputs), gradients(inputs, downcast=limping(slow)), strict=True):
@@ -34,8 +35,7 @@ def test_a_slow_keeper_of_the_order_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(even, uneven, strict=True))
 
 
-@pytest.mark.parametrize("slow", ["consume 0", "consume 1"])
-@pytest.mark.parametrize("word", ["bar_sync", "bar_arrive", "arrive", "fence_async_shared"])
+@each_once(word=["bar_sync", "bar_arrive", "arrive", "fence_async_shared"], slow=["consume 0", "consume 1"])
 def test_missing_synchronisation_is_caught(word: str, slow: str) -> None:
     inputs = make(altered(WIDE, n_q=300, n_k=300), "cpu")
     broken = {"downcast": limping(slow), word: lambda *_: None}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import each_once
 from tilewise import sparse
 from tilewise.validation.dense import checked_request
 
@@ -17,7 +18,7 @@ hopper = pytest.importorskip("tilewise.backends.hopper.launches")
 
 from tilewise.backends.common.launch import DeviceMemory  # noqa: E402
 from tilewise.backends.registry import BACKENDS  # noqa: E402
-from tilewise.sparse.neighborhood import Window, _kept_layout  # noqa: E402
+from tilewise.sparse.neighborhood_attention import Window, _kept_layout  # noqa: E402
 
 NAMED = {backend.name: backend for backend in BACKENDS}
 CASES: dict[str, dict[str, Any]] = {
@@ -29,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def run(q: Tensor, k: Tensor, v: Tensor, windows: tuple[Window, ...], words: bool) -> tuple[Tensor, Tensor]:
     """(out, lse in the order of boxes)"""
-    layout = _kept_layout(windows, "cpu")
+    layout = _kept_layout(windows, torch.device("cpu"))
     assert layout.token_boxes
     request = checked_request(*(x.flatten(1, 2) for x in (q, k, v)), (), (), {"mask_mod": layout.mask})
     request = request._replace(spec=request.spec._replace(token_boxes=layout.token_boxes))
@@ -50,7 +51,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, windows: tuple[Window, ...], words: boo
 
 @pytest.mark.parametrize("name", ["triton", "reference"])
 def test_other_backends_keep_nothing_of_a_mask(name: str) -> None:
-    mask = _kept_layout((Window(16, 5, 1, False), Window(32, 9, 1, False)), "cpu").mask
+    mask = _kept_layout((Window(16, 5, 1, False), Window(32, 9, 1, False)), torch.device("cpu")).mask
     q = torch.zeros(1, 512, 1, 8)
     assert NAMED[name].evaluated_mask(checked_request(q, q, q, (), (), {"mask_mod": mask})) == ()
 
@@ -70,8 +71,7 @@ def inputs(
     return list(rows.split((heads, kv_heads, kv_heads), 3)), windows
 
 
-@pytest.mark.parametrize("words", [False, True], ids=["bits by call", "bits kept"])
-@pytest.mark.parametrize("name", CASES)
+@each_once(name=CASES, words=[False, True])
 def test_as_permuted(name: str, words: bool) -> None:
     x, windows = inputs(**CASES[name])
     sizes, causal = [w.kernel_size for w in windows], [w.causal for w in windows]

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from tests.covering import cases
 from tilewise.backends.hopper import support, tile_table
 
 from ....compiling import compiler
@@ -99,6 +100,8 @@ SPILLS = {
     "256 document sinks": 92,
 }  # bytes
 SPILLS |= {"128 document lists, packed": 12, "256 document lists": 48, "256 dropout": 28}
+# Of the registers that branches for rows with scales of their own need, one or two are loaded again in the loop.
+SPILLS |= {"128 fp8 causal": 64, "128 fp8 softcap": 52}
 SPILLS |= {"512 causal": 36, "128 partial alibi": 48, "128 document lists": 20}
 
 
@@ -106,7 +109,16 @@ def compiled(call: dict[str, object], triton: str = "", script: str = "compile_o
     return compiler(f"tests.tilewise.backends.hopper.{script}", triton).report(call)
 
 
-@pytest.mark.parametrize(("name", "triton"), [*product(CALLS, TRITONS[:1]), *product(ELSEWHERE, TRITONS[1:])])
+@cases(
+    "name, triton",
+    [
+        ("128 causal", TRITONS[0]),
+        ("128 lists as words, packed", TRITONS[0]),
+        ("128 fp8", TRITONS[0]),
+        ("128 pages of 256, packed", TRITONS[0]),
+    ],
+    [*product(CALLS, TRITONS[:1]), *product(ELSEWHERE, TRITONS[1:])],
+)
 def test_no_spills_and_nothing_serialised(name, triton):
     """Serialised products (C7510, C7512, C7514, C7515) show as warnings, and as one wait for each product."""
     pytest.importorskip("triton")

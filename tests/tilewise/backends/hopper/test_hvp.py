@@ -11,6 +11,7 @@ from torch import Tensor
 from tests import second
 from tests.cases import Case, make
 from tests.compiling import reports
+from tests.covering import cases
 from tests.oracle import _dense as dense
 from tilewise.backends.common.hvp_launches import build_hvp
 from tilewise.backends.common.launch import DeviceMemory, Target
@@ -52,7 +53,7 @@ def derivatives(case: Case, **options: Any) -> tuple[list[Tensor], list[Tensor],
     return list(built.results), theirs, exact
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", ["causal, grouped heads"], CASES)
 def test_within_budget(name: str) -> None:
     found, theirs, exact = derivatives(CASES[name])
     for which, x, y, truth in zip(second.NAMES, found, theirs, exact, strict=True):

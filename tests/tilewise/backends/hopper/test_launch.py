@@ -28,7 +28,7 @@ def launches(q: Any, after: int | None = None) -> list[Any]:
 
 def is_repaired(launch: Any) -> bool:
     """Whether the kernel looks for NaNs that its rows do not see."""
-    from tilewise.backends.hopper.forward_repair import RepairPointers
+    from tilewise.backends.hopper.forward import RepairPointers
 
     (pointers,) = (x for x in launch.args if isinstance(x, RepairPointers))
     return pointers.flags is not None
@@ -148,11 +148,11 @@ def test_prefill_of_a_cache_without_pages() -> None:
     from tilewise.backends.common.launch import DeviceMemory
     from tilewise.backends.hopper.kv_launches import prefill_launch
     from tilewise.backends.hopper.launches import new_state
-    from tilewise.options import kv_options
+    from tilewise.call.fields import CACHE
     from tilewise.validation.kv import attend_request
 
     q, cache = torch.zeros(1, 300, 4, 64, dtype=torch.bfloat16), torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)
-    options = kv_options({"page_table": torch.zeros(1, 0, dtype=torch.int32)})
+    options = CACHE.completed({"page_table": torch.zeros(1, 0, dtype=torch.int32)})
     request = attend_request(q, cache, cache, torch.zeros(1, dtype=torch.int32), options)
     assert choose(request, Gpu("cuda", 90)).backend.name == "hopper"
     state = new_state(DeviceMemory(q.device), None)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests import features, features_budget
+from tests.covering import cases, each_once
 from tests.features import ALONE, Call, Features
 
 STEP = 1e-5
@@ -66,12 +66,11 @@ def check(call: Call) -> None:
     torch.testing.assert_close(found, difference, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("name", ALONE)
+@each_once(name=ALONE, packed=[False, True])
 def test_alone(name: str, packed: bool) -> None:
     check(double(Features(**ALONE[name], packed=packed, d=8, dv=16, band=(False, True)), seed=4))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@cases("seed", range(6), range(24))
 def test_combined(seed: int) -> None:
     check(double(Features.random(seed, dims=(8, 16), dtypes=("float32",), blocks=16), seed))

@@ -5,6 +5,8 @@ import triton.language as tl
 
 from .structs import ModIndices
 
+FARTHEST: tl.constexpr = tl.constexpr(2**31 - 1)
+
 
 @triton.jit
 def in_window(i, j, w, before, after):
@@ -49,6 +51,40 @@ def masked(x, value, pairs, edge, partial, params):
                 x = tl.where(mask_mod_visible(pairs, params.terms, params.MASK_MOD), x, value)
             x = tl.where(in_window(pairs.i, pairs.j, pairs.w, params.before, params.after), x, value)
     return x
+
+
+@triton.jit
+def hidden_by_bounds(x, value, pairs, edge, params):
+    """x, with `value` where `edge` is set and the window hides the pair. No branch: a branch around a tile of scores
+    hides one product from the other, so that Triton divides them differently among the warps. Columns are compared with
+    bounds of the rows, which are 32-bit infinities where `edge` is not set."""
+    i, j, w = pairs.i, pairs.j, pairs.w
+    offset = w.n_k - w.n_q
+    if i.shape[1] == 1:  # (queries, keys): row i sees the keys i + offset - before .. i + offset + after
+        at = i + offset
+        last = w.n_k - 1 + 0 * i
+        if params.after is not None:
+            last = tl.minimum(at + params.after, last)
+        keep = j <= tl.where((at == at) & edge, last, FARTHEST)
+        if params.before is not None:
+            keep &= j >= tl.where((at == at) & edge, at - params.before, -FARTHEST)
+    else:  # (keys, queries): key j is seen by the queries j - offset - after .. j - offset + before
+        at = j - offset  # rows of keys past the end see everything: they are not stored
+        keep = (i == i) & (j == j)
+        if params.after is not None:
+            keep = i >= tl.where((at == at) & edge, at - params.after, -FARTHEST)
+        if params.before is not None:
+            keep &= i <= tl.where((at == at) & edge, at + params.before, FARTHEST)
+    return tl.where(keep, x, value)
+
+
+@triton.jit
+def hidden(x, value, pairs, edge, partial, params, BRANCH: tl.constexpr):
+    """`masked`, without a branch unless BRANCH is set. A mask mod keeps its branch: it costs more than a comparison."""
+    if BRANCH or params.MASK_MOD is not None:
+        return masked(x, value, pairs, edge, partial, params)
+    else:
+        return hidden_by_bounds(x, value, pairs, edge, params)
 
 
 @triton.jit

@@ -66,7 +66,7 @@ def load_bias(bias, pairs):
 
 @triton.jit
 def dropout(p, pairs, terms):
-    """p / (1 - dropout_p) where the pair is kept, and 0 where it is dropped; see `tilewise.mods.dropout`."""
+    """p times `kept_factor` where the pair is kept, and 0 where it is dropped; see `tilewise.mods.dropout`."""
     if terms.seed is None:
         return p
     else:

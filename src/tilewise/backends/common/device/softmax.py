@@ -10,6 +10,8 @@ import triton.language as tl
 
 from .structs import LN2, LOG2E
 
+LARGEST_SINK: tl.constexpr = tl.constexpr(2e38)
+
 
 @triton.jit
 def log2_scale(scale, FOLD: tl.constexpr):
@@ -27,6 +29,17 @@ def row_maximum(x, qk_scale, large_scores):
         return x * qk_scale
     else:
         return x
+
+
+@triton.jit
+def sink_maximum(sink, large_scores):
+    """The score of a sink in the units of m. In log2 units sinks beyond +-2e38 would be inf: they count as +-2e38. In
+    natural units they stay, since scores may be as small."""
+    x = sink
+    if large_scores is None:
+        x = tl.minimum(tl.maximum(sink, -LARGEST_SINK), LARGEST_SINK)
+        x = tl.where((sink == float("-inf")) | (sink != sink), sink, x)
+    return row_maximum(x, LOG2E, large_scores)
 
 
 @triton.jit

@@ -200,3 +200,5 @@ class KernelConfig(NamedTuple):
     SUM_V: bool = True
     HEADS: int = 1  # query heads whose queries share a tile: 1 or GROUP
     MAX_LOGIT: bool = False  # the largest score of each head is computed
+    PIECE: int = 512  # columns of a sum along the head dim, and
+    BRANCH: bool = True  # whether a branch skips the mask where it hides nothing: see `tiles.Tile`

@@ -43,13 +43,15 @@ def tile_pointers(rows, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(rows, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
-    """A (ROWS, COLS) tile: zero past the end of the sequence and past D columns."""
+def load_rows(rows, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr, C: tl.constexpr = 0):
+    """A (ROWS, COLS) tile, of the columns from C on: zero past the end of the sequence and past D columns."""
     p = tile_pointers(rows, ROWS, COLS)
+    if C:
+        p += C * rows.x.strides[3]
     r = tl.arange(0, ROWS)[:, None]
-    d = tl.arange(0, COLS)[None, :]
+    d = C + tl.arange(0, COLS)[None, :]
     if EVEN:
-        if D == COLS:
+        if D >= C + COLS:
             return tl.load(p)
         else:
             return tl.load(p, mask=d < D, other=0.0)
@@ -67,16 +69,25 @@ def load_columns(rows, c, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexp
 
 
 @triton.jit
-def store_rows(rows, tile, D: tl.constexpr):
-    """Store the D columns of a tile whose rows exist."""
+def store_rows(rows, tile, D: tl.constexpr, C: tl.constexpr = 0):
+    """Store a tile as the columns from C on, those below D, of the rows that exist."""
     ROWS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = tile.shape[1]
     # num_programs(1) is 1, which the compiler does not know: addresses are computed again, not kept in registers
     first = rows.first * tl.num_programs(1)
     r = tl.arange(0, ROWS)[:, None]
-    d = tl.arange(0, COLS)[None, :]
+    d = C + tl.arange(0, COLS)[None, :]
     p = tile_pointers(Rows(rows.x, rows.b, rows.h, rows.t, first, rows.n, rows.heads), ROWS, COLS)
+    if C:
+        p += C * rows.x.strides[3]
     tl.store(p, tile.to(rows.x.ptr.dtype.element_ty), mask=(first + r < rows.n) & (d < D))
+
+
+@triton.jit
+def store_pieces(rows, pieces, rate, D: tl.constexpr):
+    """Store rate (None: 1) times the D columns of a tile in pieces, (ROWS, PIECE) each."""
+    for n in tl.static_range(len(pieces)):
+        store_rows(rows, pieces[n] if rate is None else pieces[n] * rate, D, n * pieces[n].shape[1])
 
 
 @triton.jit

@@ -6,14 +6,14 @@ TILEWISE_KV_TILE=MxNxWARPSxSTAGESxPROGRAMS[xPREFETCH[xREGISTERS[xSPLITS]]] overr
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .... import settings
 from ....kv_formats import format_of, has_token_scales, head_dim, is_deepseek_fp8, is_latent, scale_groups
-from ....kv_request import KV_TILE, KvRequest
+from ....kv_request import KvRequest
 from ....mods.builtin import softcap
 from ....request import Gpu, padded
 from ..tiles import Arch
@@ -49,7 +49,7 @@ INTERPRETED_PROCESSORS = 5
 
 def tile_override() -> KvTile | None:
     """The tile that the environment variable TILEWISE_KV_TILE names, if it is set."""
-    override = os.environ.get(KV_TILE)
+    override = settings.kv_tile()
     return KvTile(*map(int, override.split("x"))) if override else None
 
 

@@ -1,0 +1,1 @@
+"""One description of a call: its options (`fields`)."""
