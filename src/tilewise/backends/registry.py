@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ..errors import AttentionError, shown
-from ..request import BackwardInputs, Gpu, Request, gpu_of
+from ..request import BackwardInputs, Gpu, Request, gpu_of, has_triton
 from . import hopper, triton
 from .protocol import Backend, KvBackend, Runner
 from .reference import ReferenceBackend
+from .torch_fused import TorchBackend
 
 
 class Support(Protocol):
@@ -38,6 +39,9 @@ class KernelBackend:
         self.kv: KvBackend | None = kv
 
     def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
+        if gpu is None and has_triton():
+            device = request.q.device.type
+            return f"the tensors are on {'the ' if device == 'cpu' else ''}{device}"
         return self.support.unsupported(request, gpu)
 
     def declines(self, request: Any, gpu: Gpu | None) -> str | None:
@@ -46,7 +50,7 @@ class KernelBackend:
     def has_backward(self, request: Request) -> bool:
         return self.support.has_backward(request)
 
-    def forward_runner(self, request: Request) -> Runner:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Runner:
         from .common.kernel_call import KernelCall
 
         build = self._module("launches").build_forward(request.spec)
@@ -103,6 +107,7 @@ class KernelBackend:
 BACKENDS: tuple[Backend, ...] = (  # in the order of "auto"
     KernelBackend("hopper", "kernels for this GPU", hopper.support, hopper.KV, KernelBackend.OPTIONAL),
     KernelBackend("triton", "portable kernels", triton.support, triton.KV),
+    TorchBackend(),
     ReferenceBackend(),
 )
 NAMES = ("auto", *(backend.name for backend in reversed(BACKENDS)))
