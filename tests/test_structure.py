@@ -103,7 +103,8 @@ LAYERS = Layers(
         "backends.hopper": "backends.registry sparse.topk_attention sparse.block_ops",
         "backends.triton": "backends.registry",
         "backends.torch_fused": "backends.registry",
-        "backends.reference": "backends.registry backends.torch_fused autograd debug",  # torch differentiates the reference itself
+        # torch differentiates the reference itself
+        "backends.reference": "backends.registry backends.torch_fused autograd debug",
         "backends.common": "backends.registry backends.hopper backends.triton backends.reference"
         " warmup kv_warmup distributed.calls sparse.topk_attention sparse.block_ops sparse.nsa_attention sparse.packed"
         " sparse.moba_attention",

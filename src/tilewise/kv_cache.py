@@ -375,7 +375,7 @@ def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tup
     rotary embedding, those whose lengths are a number, and all calls with TILEWISE_CHECK=1."""
     if not can_use_plan() or settings.checks_contents():  # a tracer cannot compare the addresses below
         return None
-    if options.get("rotary") is not None and getattr(tensors[0], "is_cpu", False):
+    if options.get("rotary") is not None and not getattr(tensors[0], "is_cuda", False):
         return None  # validation reads offsets, to find the positions of queries
     plan = options.get("plan")
     k_cache, v_cache = tensors[2:4] if name == "append_kv" else tensors[1:3]

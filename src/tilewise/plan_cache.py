@@ -86,8 +86,8 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *oth
     """
     if not TENSOR_TYPES.issuperset(map(type, tensors)):
         return None
-    on_cpu = tensors[0].is_cpu
-    if settings.may_interpret() if on_cpu else not tensors[0].is_cuda:
+    on_cpu = not tensors[0].is_cuda
+    if on_cpu and (settings.may_interpret() or not tensors[0].is_cpu):
         return None
     parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), settings.of_kernels(), *others]
     for key, value in options.items():

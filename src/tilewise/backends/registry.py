@@ -126,7 +126,7 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
     >>> from tilewise.request import Spec
     >>> chosen = choose(Request(q, q, q, Spec(scale=1.0)))
     >>> chosen.backend.name, chosen.reason
-    ('reference', 'torch, on any device; triton: the tensors are on the cpu')
+    ('torch', "torch's fused kernels for CPUs; triton: the tensors are on the cpu")
 
     Raises:
         AttentionError: a backend that was named does not support the call, or does not exist.
