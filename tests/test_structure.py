@@ -90,6 +90,7 @@ LAYERS = Layers(
         "backends.registry",
         "backends.hopper backends.triton backends.torch_fused",
         "backends.reference",
+        "backends.kernels",
         "backends.protocol",
         "backends.common backends",
         "mods",
@@ -105,7 +106,7 @@ LAYERS = Layers(
         "backends.torch_fused": "backends.registry",
         # torch differentiates the reference itself
         "backends.reference": "backends.registry backends.torch_fused autograd debug",
-        "backends.common": "backends.registry backends.hopper backends.triton backends.reference"
+        "backends.common": "backends.kernels backends.hopper backends.triton backends.reference"
         " warmup kv_warmup distributed.calls sparse.topk_attention sparse.block_ops sparse.nsa_attention sparse.packed"
         " sparse.moba_attention",
         "backends.common.device": "backends.common backends.hopper backends.triton",

@@ -17,7 +17,7 @@ from ...kv_formats import (
     scale_groups,
     shares_memory,
 )
-from ...request import MAX_HEAD_DIM, Gpu, Request, has_address
+from ...request import MAX_HEAD_DIM, Gpu, Request, has_address, has_triton
 
 AMD = ("gfx942", "gfx950")
 MAX_SCALE_GROUPS = 32  # of dims of a head: a pair of groups is a tile of its own, of at least 64 columns
@@ -25,7 +25,9 @@ MAX_SCALE_GROUPS = 32  # of dims of a head: a pair of groups is a tile of its ow
 
 def unsupported(request: Request, gpu: Gpu | None) -> str | None:
     if gpu is None:
-        return "no triton installed (it comes with a CUDA build of torch)"
+        if not has_triton():
+            return "no triton installed (it comes with a CUDA build of torch)"
+        return f"the tensors are on {'the ' if request.q.device.type == 'cpu' else ''}{request.q.device.type}"
     if gpu.kind == "cuda" and gpu.capability < 80:
         return "the GPU is older than Ampere (compute capability 8.0)"
     if gpu.kind == "hip" and gpu.arch not in AMD:
