@@ -76,8 +76,8 @@ class Layers(NamedTuple):
 LAYERS = Layers(
     lines=(
         "tilewise",
-        "compat",
-        "integrations",
+        "compat integrations",
+        "adapters",
         "distributed nn sparse",
         "mla",
         "api debug kv_cache warmup kv_warmup",
@@ -110,10 +110,10 @@ LAYERS = Layers(
     outside={
         "triton": "backends.common backends.common.device backends.hopper backends.triton warmup~",
         "cuda": "backends.common.launch",
-        "transformers": "integrations",
-        "diffusers": "integrations.diffusers",
-        "vllm": "integrations.vllm_backend integrations.vllm~",
-        "sglang": "integrations.sglang_backend integrations.sglang~",
+        "transformers": "adapters",
+        "diffusers": "adapters.diffusers",
+        "vllm": "adapters.vllm integrations.vllm~",
+        "sglang": "adapters.sglang integrations.sglang~",
     },
     lab_outside=("triton", "numpy", "rich", "matplotlib", "sphinx", "babel"),
     lab_inside={"tilewise": "lab.costs", "distributed.plans": "lab.costs"},  # explain, explain_kv and Plan.simulate
@@ -125,13 +125,13 @@ MOST_PRIVATE = 13
 OTHERS_PRIVATE = {  # private names of other libraries, and of Python
     "settings": {"_data"},
     "backends.common.launch": {"_pack_args"},  # Triton's: the only way to compile for another GPU than the one here
-    "integrations.diffusers": {"_AttentionBackendRegistry"},
-    "integrations.transformers": {"_attn_implementation", "_flash_with_kvcache_fn", "_loaded_implementation"},
-    "integrations.vllm_backend": {"_k_scale", "_v_scale"},
+    "adapters.diffusers": {"_AttentionBackendRegistry"},
+    "adapters.transformers": {"_attn_implementation", "_flash_with_kvcache_fn", "_loaded_implementation"},
+    "adapters.vllm": {"_k_scale", "_v_scale"},
     "backends.hopper.gluon_compat": {"_convert_to_ir_values"},
 }
 MOST_POSITIONAL = 8  # arguments of a function of the library
-OTHER_SIGNATURES = ("compat", "integrations", "nn")  # functions with the signatures of other libraries
+OTHER_SIGNATURES = ("adapters", "nn")  # functions with the signatures of other libraries
 GIVEN_BY = ("mask_mod", "score_mod", "torch.library.impl")  # decorators: the arguments are bound tensors, or of an op
 
 
@@ -452,7 +452,7 @@ def own_names(tree: ast.Module) -> set[str]:
             if isinstance(node.value, ast.Name) and node.value.id == "self":
                 found.add(node.attr)
         elif isinstance(node, ast.Constant) and node.value == "_tilewise":
-            found.add("_tilewise")  # an attribute that compat.flex sets on the user's function
+            found.add("_tilewise")  # an attribute that adapters.flex sets on the user's function
     return found
 
 

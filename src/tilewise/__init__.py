@@ -115,7 +115,7 @@ def __dir__() -> list[str]:
 
 
 def _activate() -> Any:
-    from .integrations.flash_registry import activate
+    from .adapters.torch_registry import activate
 
     return activate()
 

@@ -19,7 +19,7 @@ from tests.kv_cases import KvCase, KvInputs, inputs
 from tests.tilewise.integrations import sglang_stub as stub
 from tilewise.integrations import sglang as plugin
 
-NAME = "tilewise.integrations.sglang_backend"
+NAME = "tilewise.adapters.sglang"
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ import tilewise  # noqa: E402
 import tilewise.integrations.transformers as integration  # noqa: E402
 from tests.covering import cases  # noqa: E402
 from tests.tilewise.integrations.hf_models import BOS, MODELS, PAD, TOKENS, VOCABULARY, WINDOW, build, inputs  # noqa: E402
-from tilewise.integrations import hf_cache  # noqa: E402
-from tilewise.integrations.hf_masks import Mask, make_mask  # noqa: E402
+from tilewise.adapters import hf_cache  # noqa: E402
+from tilewise.adapters.hf_masks import Mask, make_mask  # noqa: E402
 
 QUICK = ("llama", "mistral", "gemma2", "gpt_oss", "bert", "modernbert", "t5", "vit")
 

@@ -23,10 +23,10 @@ from tests.kv_cases import KvCase, KvInputs, compare, inputs
 from tests.quantised_cases import E4M3, E5M2, quantised
 from tests.tilewise.integrations import vllm_stub
 from tilewise.integrations import vllm as plugin
-from tilewise.integrations.kv_steps import Plans
+from tilewise.adapters.steps import Plans
 from tilewise.plan_cache import plans
 
-NAME = "tilewise.integrations.vllm_backend"
+NAME = "tilewise.adapters.vllm"
 
 
 @pytest.fixture

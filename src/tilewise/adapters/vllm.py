@@ -1,4 +1,4 @@
-"""vLLM's attention backend on `attention_kv`: see `vllm`."""
+"""vLLM's attention backend on `attention_kv`. `tilewise.integrations.vllm` registers it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..errors import AttentionError
 from ..kv_warmup import AttentionLayer, StepLimits, compile_steps
 from ..mods.modifier import mask_mod
 from ..request import MAX_HEAD_DIM
-from .kv_steps import Memory, Step, Writer
+from .steps import Memory, Step, Writer
 
 log = logging.getLogger("tilewise")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

@@ -1,4 +1,4 @@
-"""SGLang's attention backend on `attention_kv`: see `sglang`."""
+"""SGLang's attention backend on `attention_kv`. `tilewise.integrations.sglang` registers it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..kv_warmup import StepLimits
-from .kv_steps import Memory, Step
+from .steps import Memory, Step
 
 MIN_TABLE = 1024  # tokens
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError, shown
-from ..integrations.kv_steps import Plans
+from .steps import Plans
 from ..kv_cache import append_kv, attention_kv
 from ..kv_request import Rotary
 from ..mods.dropout import is_whole

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import AttentionError
 from ..kv_warmup import StepLimits
 from ..torch_internals import version_of
-from .kv_steps import Memory, Step
+from .steps import Memory, Step
 
 
 class Pool(NamedTuple):

@@ -24,7 +24,7 @@ from ..errors import AttentionError
 from ..mods import document
 from ..mods.modifier import mask_mod
 from ..mods.program import Mod
-from .bands import table
+from .bool_masks import table
 from .hf_sharded import whole_padding
 
 FAR = 2**30
