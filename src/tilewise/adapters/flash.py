@@ -1,4 +1,4 @@
-"""The arguments of flash-attn 2.8 and 3 as those of tilewise."""
+"""flash-attn 2.8 and FlashAttention-3 on tilewise: one mapping of their arguments for both."""
 
 from __future__ import annotations
 
@@ -9,76 +9,134 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..api import attention, attention_varlen
+from ..call.fields import ATTENTION, CACHE, Table
 from ..errors import AttentionError, shown
-from .steps import Plans
 from ..kv_cache import append_kv, attention_kv
 from ..kv_request import Rotary
 from ..mods.dropout import is_whole
+from ..mods.modifier import mask_mod
 from ..request import MAX_HEAD_DIM
 from ..validation.dense import tensor
+from .arguments import ours, used, window
+from .steps import Plans
 
 Window = tuple[int, int]
 F = TypeVar("F", bound=Callable[..., Any])
 BOTH_WAYS: Window = (-1, -1)
 
 
-def options_of(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Any,
-    softcap: float,
-    dropout_p: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-) -> dict[str, Any]:
-    """The options of `tilewise.attention`. A window of -1 is unbounded, a softcap of 0 none. flash-attn converts a
-    window that is a tensor of two integers, which waits for a GPU that holds it."""
-    if isinstance(window_size, Tensor) and tuple(window_size.shape) == (2,) and not window_size.is_floating_point():
-        window_size = tuple(window_size.tolist())
-    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not pair or not all(side is None or is_whole(side) for side in window_size):
-        raise AttentionError("window_size", shown(window_size), "(left, right), two ints, -1 for no bound")
-    left, right = (None if side is None or side < 0 else side for side in window_size)
-    return {
-        "scale": softmax_scale,
-        "causal": causal,
-        "window": None if left is right is None else (left, right),
-        "softcap": softcap or None,
-        "dropout_p": dropout_p,
-        "alibi_slopes": alibi_slopes,
-        "return_lse": True,
-        "deterministic": True if deterministic else None,
-    }
+@mask_mod
+def same_chunk(b, h, q_idx, kv_idx, chunk, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+    """Each query sees the keys of its own chunk; the last query is at the last key.
+
+    Args:
+        chunk: int >= 1, the tokens of a chunk.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: `chunk` is not a number or a tensor.
+    """
+    return (q_idx + (kv_len - q_len)) // chunk == kv_idx // chunk
 
 
-def unpacks(names: str, function: Any, rest: slice) -> Callable[[F], F]:
-    """Decorates a function that passes its arguments on: its signature is the names and the rest of `function`'s."""
+@mask_mod
+def same_chunk_since(b, h, q_idx, kv_idx, chunk, starts, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+    """`same_chunk` for sequences padded on the left: chunks count from the first valid key.
 
-    def decorate(own: F) -> F:
-        first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names.split()]
-        own.__signature__ = Signature([*first, *[*signature(function).parameters.values()][rest]])  # type: ignore[attr-defined]
-        return own
+    Args:
+        chunk: int >= 1, the tokens of a chunk.
+        starts: (B,) integers: the first valid key of each sequence.
 
-    return decorate
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: an argument is not a number or a tensor.
+    """
+    first = starts[b]
+    return (q_idx + (kv_len - q_len) - first) // chunk == (kv_idx - first) // chunk
 
 
-def over_cache(
+def _window(given: Any) -> Any:
+    """flash-attn converts a window that is a tensor of two integers, which waits for a GPU that holds it."""
+    if isinstance(given, Tensor) and tuple(given.shape) == (2,) and not given.is_floating_point():
+        given = tuple(given.tolist())
+    pair = isinstance(given, (tuple, list)) and len(given) == 2
+    if not pair or not all(side is None or is_whole(side) for side in given):
+        raise AttentionError("window_size", shown(given), "(left, right), two ints, -1 for no bound")
+    return window(*given)
+
+
+# What their values mean. The names are in the tables of options.
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "window_size": _window,
+    "softcap": lambda x: x or None,
+    "deterministic": lambda x: True if x else None,
+    "num_splits": lambda n: 0 if n == 1 else None,  # 1: one split; other numbers change no result
+    "return_attn_probs": bool,
+    "return_softmax_lse": bool,
+}
+
+
+def options_of(table: Table, theirs: dict[str, Any]) -> dict[str, Any]:
+    """The options of a table's function."""
+    chunk, starts = theirs.pop("attention_chunk", 0), theirs.get("cache_leftpad")
+    for name in ("q_descale", "k_descale", "v_descale"):
+        if theirs.pop(name, None) is not None:
+            raise AttentionError(name, "a tensor", "None: FP8 descale factors are not supported")
+    if not is_whole(chunk) or chunk < 0:
+        raise AttentionError("attention_chunk", shown(chunk), "an int >= 0 (0: no chunks)")
+    options = ours(table, theirs, VALUES)
+    if chunk:
+        first = None if starts is None else tensor("cache_leftpad", starts)
+        options["mask_mod"] = same_chunk(chunk) if first is None else same_chunk_since(chunk, first)
+    return options
+
+
+def call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *offsets: Tensor,
+    seqused: tuple[Tensor | None, Tensor | None] = (None, None),
+    qv: Tensor | None = None,
+    **theirs: Any,
+) -> Any:
+    """`tilewise.attention`, or with the offsets of queries and keys `tilewise.attention_varlen`.
+
+    Args:
+        seqused: how many queries and keys each sequence uses; None for all.
+        qv: queries that are multiplied with the values.
+        theirs: their other arguments.
+    """
+    options = options_of(ATTENTION, theirs)
+    q, k = with_qv(q, k, v, qv)
+    if not offsets:
+        return attention(q, k, v, layout="bshd", **options)
+    if seqused != (None, None):
+        offsets = used(*offsets, *seqused)
+    return attention_varlen(q, k, v, *offsets, **options)
+
+
+def call_cache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Any,
-    options: dict[str, Any],
     *,
     new: tuple[Tensor | None, Tensor | None] = (None, None),
-    rotary: dict[str, Any] | None = None,
+    rotary: tuple[Tensor | None, Tensor | None, bool] = (None, None, True),
     rotary_lengths: Any = None,
     qv: Tensor | None = None,
     plans: Plans | None = None,
+    **theirs: Any,
 ) -> Any:
-    """(out, lse) of `tilewise.attention_kv`.
+    """`tilewise.attention_kv`.
 
     Args:
-        options: its options; None for an absent one.
         new: k and v that are written into the cache first.
         rotary: cos, sin and interleaved. flash-attn rotates the i-th query by the position of the i-th new key if the
             call is causal or has a window (also if there are more or fewer new keys than queries), and all queries by
@@ -86,10 +144,10 @@ def over_cache(
         rotary_lengths: the position of each sequence's first new key, if not its length in the cache.
         qv: queries that are multiplied with the values.
         plans: plans from `get_scheduler_metadata`.
+        theirs: their other arguments.
     """
-    k, v = new
-    rotary = rotary or {"cos": None, "sin": None}
-    cos, sin = rotary["cos"], rotary["sin"]
+    options = options_of(CACHE, theirs)
+    (k, v), (cos, sin, interleaved) = new, rotary
     if (k is None) != (v is None) or (k is None and cos is not None):
         raise AttentionError("k and v", "only one of them, or rotary_cos without them", "both")
     if (cos is None) != (sin is None):
@@ -102,18 +160,18 @@ def over_cache(
         table = options.get("page_table")
         pages = 1 if table is None else tensor("page_table", table).shape[-1]
         lengths = pages * k_cache.shape[1] - (0 if k is None else k.shape[1])
-    options = {name: x for name, x in options.items() if name not in ("dropout_p", "deterministic") and x is not None}
     if k is not None:
         options |= {"k_new": k, "v_new": v}
-    if cos is not None:
+    if cos is not None and sin is not None:
+        options["rotary"] = Rotary(cos, sin, interleaved)
         banded = options["causal"] or "window" in options
         alike = k is not None and q.shape[:-2] == k.shape[:-2] and "cu_seqlens_new" not in options
         if rotary_lengths is not None or not banded or not alike:
             cu_q, cu_new = options.get("cu_seqlens_q"), options.get("cu_seqlens_new", options.get("cu_seqlens_q"))
             batch = q.shape[0] if cu_q is None else tensor("cu_seqlens_q", cu_q).shape[0] - 1
             own = _starts(lengths if rotary_lengths is None else rotary_lengths, q, batch)
-            rotary = rotary | {"positions": _positions(k, cu_new, own), "q_positions": _positions(q, cu_q, own, banded)}
-        options["rotary"] = Rotary(**rotary)
+            places = {"positions": _positions(k, cu_new, own), "q_positions": _positions(q, cu_q, own, banded)}
+            options["rotary"] = Rotary(cos, sin, interleaved, **places)
     if qv is not None:
         _check_qv(q, k_cache, v_cache, qv)  # before anything is written
         if k is not None:
@@ -122,6 +180,17 @@ def over_cache(
     if plans is not None:
         options["plan"] = plans.of(q, k_cache, v_cache, lengths, options)
     return attention_kv(q, k_cache, v_cache, lengths, **options)
+
+
+def unpacks(names: str, function: Any, rest: slice) -> Callable[[F], F]:
+    """Decorates a function that passes its arguments on: its signature is the names and the rest of `function`'s."""
+
+    def decorate(own: F) -> F:
+        first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names.split()]
+        own.__signature__ = Signature([*first, *[*signature(function).parameters.values()][rest]])  # type: ignore[attr-defined]
+        return own
+
+    return decorate
 
 
 def _appended(

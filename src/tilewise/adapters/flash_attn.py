@@ -1,41 +1,23 @@
-"""flash-attn 2.8's functions, same names and arguments.
-
-    # in the place of `from flash_attn import flash_attn_func`
-    from tilewise.compat.flash_attn import flash_attn_func
-
-    # or once, before anything imports flash_attn
-    tilewise.compat.flash_attn.install()
-
-Differences: any dtype, head dims to 512, any device; rows without a visible key give 0 and lse -inf; lse has a
-gradient. Arguments that are not supported raise AttentionError.
-"""
+"""flash-attn 2.8's functions. What their arguments mean: https://github.com/Dao-AILab/flash-attention."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_varlen
 from ..errors import AttentionError
 from ..validation.dense import tensor
-from . import bert_padding, flash_attn_3, rotary
-from .flash import BOTH_WAYS, Window, options_of, over_cache, unpacks
-from .flash_modules import Missing, module, package
-from .segments import used
-
-VERSION = "2.8.3"
+from .arguments import used
+from .flash import BOTH_WAYS, Window, call, call_cache, unpacks
 
 
-def _returned(out: Tensor, lse: Tensor, probs: bool, dropout_p: float) -> Any:
-    """out, or (out, lse, None) with return_attn_probs. The weights are None, as in flash-attn without dropout."""
+def _check_probs(probs: bool, dropout_p: float) -> None:
     if probs and dropout_p:
         raise AttentionError(
             "return_attn_probs", "True with dropout_p", "one of them; tilewise.dropout_mask returns what is dropped"
         )
-    return (out, lse, None) if probs else out
 
 
 def flash_attn_func(
@@ -78,9 +60,16 @@ def flash_attn_func(
     Raises:
         AttentionError: an argument is not as above.
     """
-    options = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
-    out, lse = attention(q, k, v, layout="bshd", **options)
-    return _returned(out, lse, return_attn_probs, dropout_p)
+    _check_probs(return_attn_probs, dropout_p)
+    theirs: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+    }
+    theirs |= {"dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "deterministic": deterministic}
+    found = call(q, k, v, **theirs, return_attn_probs=return_attn_probs)
+    return (*found, None) if return_attn_probs else found
 
 
 @unpacks("q kv", flash_attn_func, slice(3, None))
@@ -153,15 +142,8 @@ def flash_attn_varlen_func(
         cu_seqlens_k: (B + 1,) int32: the same for keys.
         max_seqlen_q: the largest number of queries of a sequence. Not needed: ignored.
         max_seqlen_k: the largest number of keys of a sequence. Not needed: ignored.
-        dropout_p: probability that a softmax weight is dropped. Default 0.
-        softmax_scale: factor of q.k. Default: 1 / sqrt(D).
-        causal: if True, query i sees no key after position i + Sk - Sq (bottom-right alignment).
-        window_size: (left, right), -1 for unbounded. Default: no window.
-        softcap: if above 0, a score s becomes softcap * tanh(s / softcap). Default 0.
-        alibi_slopes: (H,) or (B, H) float32. Default: none.
-        deterministic: if True, the gradients have the same bits in every run.
-        return_attn_probs: if True, lse is returned too. Not with dropout_p.
         block_table: (B, pages of a sequence) int32. Default: k and v are not paged. Not with dropout_p.
+        others: as in `flash_attn_func`.
 
     Returns:
         out (T, H, Dv). With return_attn_probs (out, lse, None), lse (H, T).
@@ -169,25 +151,35 @@ def flash_attn_varlen_func(
     Raises:
         AttentionError: an argument is not as above.
     """
-    options = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
-    if block_table is not None:
-        if dropout_p:
-            raise AttentionError("dropout_p", f"{dropout_p} with block_table", "0: a paged cache has no dropout")
+    _check_probs(return_attn_probs, dropout_p)
+    theirs: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+    }
+    theirs |= {"alibi_slopes": alibi_slopes, "return_attn_probs": return_attn_probs}
+    if block_table is None:
+        theirs |= {"dropout_p": dropout_p, "deterministic": deterministic}
+        found = call(q, k, v, cu_seqlens_q, cu_seqlens_k, **theirs)
+    elif dropout_p:
+        raise AttentionError("dropout_p", f"{dropout_p} with block_table", "0: a paged cache has no dropout")
+    else:
         lengths = tensor("cu_seqlens_k", cu_seqlens_k).diff()
         if torch.is_grad_enabled() and any(tensor(name, x).requires_grad for name, x in (("q", q), ("k", k), ("v", v))):
-            out, lse = _over_pages(q, k, v, cu_seqlens_q, lengths, block_table, options)
+            k, v, offsets = _gathered(q, k, v, cu_seqlens_q, lengths, block_table)  # three sequences for each
+            if alibi_slopes is not None and tensor("alibi_slopes", alibi_slopes).dim() == 2:
+                theirs["alibi_slopes"] = alibi_slopes.repeat_interleave(3, 0)
+            found = call(q, k, v, *offsets, **theirs, deterministic=deterministic)
         else:
-            pages = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q}
-            out, lse = over_cache(q, k, v, lengths, options | pages)
-    else:
-        out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    return _returned(out, lse, return_attn_probs, dropout_p)
+            found = call_cache(q, k, v, lengths, block_table=block_table, cu_seqlens_q=cu_seqlens_q, **theirs)
+    return (*found, None) if return_attn_probs else found
 
 
-def _over_pages(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lengths: Tensor, table: Tensor, options: dict[str, Any]
-) -> Any:
-    """(out, lse) with gradients: gathers the pages of each sequence and uses the first `lengths` tokens."""
+def _gathered(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lengths: Tensor, table: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The tokens of each sequence's pages, and offsets that use the first `lengths` of them."""
     if tensor("block_table", table).dim() != 2 or table.is_floating_point() or table.shape[0] != lengths.shape[0]:
         raise AttentionError(
             "block_table", f"{table.dtype} {tuple(table.shape)}", f"ints ({lengths.shape[0]}, pages of a sequence)"
@@ -198,12 +190,7 @@ def _over_pages(
     pages = table.long().clamp(0, max(k.shape[0] - 1, 0))
     capacity = table.shape[1] * k.shape[1]
     cu_k = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=q.device) * capacity
-    cu_q, cu_k = used(cu_q, cu_k, None, lengths)  # three sequences for each
-    slopes = options["alibi_slopes"]
-    if slopes is not None and tensor("alibi_slopes", slopes).dim() == 2:
-        options = options | {"alibi_slopes": slopes.repeat_interleave(3, 0)}
-    k, v = (x[pages].flatten(0, 2) for x in (k, v))
-    return attention_varlen(q, k, v, cu_q, cu_k, **options)
+    return k[pages].flatten(0, 2), v[pages].flatten(0, 2), used(cu_q, cu_k, None, lengths)
 
 
 @unpacks("q kv", flash_attn_varlen_func, slice(3, -1))
@@ -288,14 +275,10 @@ def flash_attn_with_kvcache(
         cache_batch_idx: (B,) int32: the row of the cache of each sequence. Default: its number.
         cache_leftpad: (B,) int32: the first valid token of each sequence. Default: 0.
         block_table: (B, pages of a sequence) int32. Default: the cache is not paged.
-        softmax_scale: factor of q.k. Default: 1 / sqrt(D).
-        causal: if True, the last query is at the last key, and no query sees a later key.
-        window_size: (left, right), -1 for unbounded. Default: no window.
-        softcap: if above 0, a score s becomes softcap * tanh(s / softcap). Default 0.
         rotary_interleaved: if True, dims 2 d and 2 d + 1 are rotated together; if False, d and d + width / 2.
-        alibi_slopes: (H,) or (B, H) float32. Default: none.
         num_splits: 1: the keys of a sequence are never split. Other values are ignored.
         return_softmax_lse: if True, (out, lse) is returned.
+        others: as in `flash_attn_func`.
 
     Returns:
         out (B, Sq, H, Dv), or (out, lse) with lse (B, H, Sq).
@@ -303,50 +286,22 @@ def flash_attn_with_kvcache(
     Raises:
         AttentionError: an argument is not as above.
     """
-    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)
-    of_cache = k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
-    if all(x is None for x in of_cache):  # with a gradient
-        out, lse = attention(q, k_cache, v_cache, layout="bshd", **options)
-    else:
-        cache: dict[str, Any] = {"cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": block_table}
-        cache["split"] = 0 if num_splits == 1 else None
-        rotary = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
-        out, lse = over_cache(q, k_cache, v_cache, cache_seqlens, options | cache, new=(k, v), rotary=rotary)
-    return (out, lse) if return_softmax_lse else out
+    theirs: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+    }
+    theirs |= {"alibi_slopes": alibi_slopes, "return_softmax_lse": return_softmax_lse}
+    places = {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": block_table}
+    if all(x is None for x in (k, v, rotary_cos, rotary_sin, cache_seqlens, *places.values())):  # with a gradient
+        return call(q, k_cache, v_cache, **theirs)
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    theirs |= places
+    return call_cache(q, k_cache, v_cache, cache_seqlens, new=(k, v), rotary=rotary, num_splits=num_splits, **theirs)
 
 
 def _parts(packed: Tensor, name: str, axis: int, n: int) -> Any:
     if tensor(name, packed).dim() != axis + 3 or packed.shape[axis] != n:
         raise AttentionError(f"shape of {name}", tuple(packed.shape), f"{axis + 3} axes, {n} along axis {axis}")
     return packed.unbind(axis)
-
-
-def install() -> None:
-    """Let `import flash_attn` (2.8) and `import flash_attn_interface` (3) find these functions; call it before anything
-    imports flash-attn.
-
-        tilewise.compat.flash_attn.install()
-        from flash_attn import flash_attn_func
-        from flash_attn.bert_padding import pad_input, unpad_input
-        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
-
-    Other modules of that package (losses, normalisations, layers, models) do not exist: their import raises
-    ModuleNotFoundError, which says what to use.
-
-    Raises:
-        AttentionError: flash_attn is imported already.
-    """
-    there = sys.modules.get("flash_attn")
-    if there is not None and getattr(there, "__file__", None):
-        raise AttentionError("install()", "flash_attn is imported already", "a call before anything imports it")
-    functions = {name: x for name, x in globals().items() if name.startswith("flash_attn_") and callable(x)}
-    interface = module("flash_attn.flash_attn_interface", functions)
-    padding = module("flash_attn.bert_padding", vars(bert_padding))
-    layers = package("flash_attn.layers", rotary=module("flash_attn.layers.rotary", vars(rotary)))
-    rotation = module("flash_attn.ops.triton.rotary", {"apply_rotary": rotary.apply_rotary})
-    ops = package("flash_attn.ops", triton=package("flash_attn.ops.triton", rotary=rotation))
-    names = {"flash_attn_interface": interface, "bert_padding": padding, "layers": layers, "ops": ops}
-    package("flash_attn", __version__=VERSION, **names, **functions)
-    module("flash_attn_interface", vars(flash_attn_3))
-    if not any(isinstance(x, Missing) for x in sys.meta_path):
-        sys.meta_path.append(Missing())

@@ -1,4 +1,4 @@
-"""FlashAttention-3's functions (`flash_attn_interface`), same names and arguments."""
+"""FlashAttention-3's functions (`flash_attn_interface`): https://github.com/Dao-AILab/flash-attention, in `hopper`."""
 
 from __future__ import annotations
 
@@ -7,72 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_varlen
 from ..errors import AttentionError, shown
-from .steps import Plans
 from ..merging import merge
-from ..mods.dropout import is_whole
-from ..mods.modifier import mask_mod
 from ..validation.dense import tensor
-from .flash import BOTH_WAYS, Window, options_of, over_cache, with_qv
-from .segments import used
-
-
-@mask_mod
-def same_chunk(b, h, q_idx, kv_idx, chunk, *, q_len, kv_len):  # type: ignore[no-untyped-def]
-    """Each query sees the keys of its own chunk; the last query is at the last key.
-
-    Args:
-        chunk: int >= 1, the tokens of a chunk.
-
-    Returns:
-        A mask mod.
-
-    Raises:
-        AttentionError: `chunk` is not a number or a tensor.
-    """
-    return (q_idx + (kv_len - q_len)) // chunk == kv_idx // chunk
-
-
-@mask_mod
-def same_chunk_since(b, h, q_idx, kv_idx, chunk, starts, *, q_len, kv_len):  # type: ignore[no-untyped-def]
-    """`same_chunk` for sequences padded on the left: chunks count from the first valid key.
-
-    Args:
-        chunk: int >= 1, the tokens of a chunk.
-        starts: (B,) integers: the first valid key of each sequence.
-
-    Returns:
-        A mask mod.
-
-    Raises:
-        AttentionError: an argument is not a number or a tensor.
-    """
-    first = starts[b]
-    return (q_idx + (kv_len - q_len) - first) // chunk == (kv_idx - first) // chunk
-
-
-def _options(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    attention_chunk: int,
-    softcap: float,
-    deterministic: bool,
-    starts: Tensor | None = None,
-    **descales: Tensor | None,
-) -> dict[str, Any]:
-    for name, x in descales.items():
-        if x is not None:
-            raise AttentionError(name, "a tensor", "None: FP8 descale factors are not supported")
-    if not is_whole(attention_chunk) or attention_chunk < 0:
-        raise AttentionError("attention_chunk", shown(attention_chunk), "an int >= 0 (0: no chunks)")
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic=deterministic)
-    if not attention_chunk:
-        return options | {"mask_mod": None}
-    if starts is None:
-        return options | {"mask_mod": same_chunk(attention_chunk)}
-    return options | {"mask_mod": same_chunk_since(attention_chunk, tensor("cache_leftpad", starts))}
+from .flash import BOTH_WAYS, Window, call, call_cache
+from .steps import Plans
 
 
 def flash_attn_func(
@@ -103,24 +42,17 @@ def flash_attn_func(
     (torch.Size([1, 5, 4, 16]), torch.Size([1, 4, 5]))
 
     Args:
-        q: queries (B, Sq, H, D).
-        k: keys (B, Sk, Hk, D). H is a multiple of Hk.
-        v: values (B, Sk, Hk, Dv).
-        softmax_scale: factor of q.k. Default: 1 / sqrt(D).
-        causal: if True, query i sees no key after position i + Sk - Sq (bottom-right alignment).
         qv: queries that are multiplied with the values, shaped as q but with head dim Dv: scores are q.k + qv.v. D + Dv
             is at most 512. Default: none.
         q_descale: must be None: FP8 is not supported.
         k_descale: must be None: FP8 is not supported.
         v_descale: must be None: FP8 is not supported.
-        window_size: (left, right), -1 for unbounded. Default: no window.
         attention_chunk: if above 0, a query sees only the keys of its own chunk of this many tokens. Default 0.
-        softcap: if above 0, a score s becomes softcap * tanh(s / softcap). Default 0.
         num_splits: does not change the result: ignored.
         pack_gqa: does not change the result: ignored.
-        deterministic: if True, the gradients have the same bits in every run.
         sm_margin: does not change the result: ignored.
         return_attn_probs: if True, (out, lse) is returned.
+        others: as in `tilewise.compat.flash_attn.flash_attn_func`.
 
     Returns:
         out (B, Sq, H, Dv), or (out, lse) with lse (B, H, Sq).
@@ -128,11 +60,10 @@ def flash_attn_func(
     Raises:
         AttentionError: an argument is not as above.
     """
-    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, **scales)
-    q, k = with_qv(q, k, v, qv)
-    out, lse = attention(q, k, v, layout="bshd", **options)
-    return (out, lse) if return_attn_probs else out
+    theirs: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    theirs |= {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    theirs |= {"attention_chunk": attention_chunk, "deterministic": deterministic}
+    return call(q, k, v, qv=qv, **theirs, return_attn_probs=return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -170,10 +101,11 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.split([num_heads_q, shared, shared], 2)
     else:
         raise AttentionError("shape of qkv", tuple(qkv.shape), "(B, S, 3, H, D), or 4 axes with num_heads_q")
-    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, **scales)
-    out, lse = attention(q, k, v, layout="bshd", **options)
-    return (out, lse) if return_attn_probs else out
+    theirs: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    theirs |= {"attention_chunk": attention_chunk, "softcap": softcap, "deterministic": deterministic}
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, window_size=window_size, **theirs, return_attn_probs=return_attn_probs
+    )
 
 
 def flash_attn_varlen_func(
@@ -204,15 +136,9 @@ def flash_attn_varlen_func(
     """Attention of packed sequences with FlashAttention-3's arguments: `tilewise.attention_varlen`.
 
     Args:
-        q: queries of all sequences (T, H, D).
-        k: keys of all sequences (Tk, Hk, D).
-        v: values of all sequences (Tk, Hk, Dv).
-        cu_seqlens_q: (B + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
-        cu_seqlens_k: (B + 1,) int32: the same for keys.
-        max_seqlen_q: the largest number of queries of a sequence. Not needed: ignored.
-        max_seqlen_k: the largest number of keys of a sequence. Not needed: ignored.
         seqused_q: (B,) integers: how many of its queries each sequence uses. The others give 0. Default: all.
         seqused_k: (B,) integers: how many of its keys each sequence uses. Default: all.
+        options: as in `tilewise.compat.flash_attn.flash_attn_varlen_func`.
         others: as in `flash_attn_func`.
 
     Returns:
@@ -221,13 +147,11 @@ def flash_attn_varlen_func(
     Raises:
         AttentionError: an argument is not as above.
     """
-    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, **scales)
-    q, k = with_qv(q, k, v, qv)
-    if seqused_q is not None or seqused_k is not None:
-        cu_seqlens_q, cu_seqlens_k = used(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    return (out, lse) if return_attn_probs else out
+    theirs: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    theirs |= {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    theirs |= {"attention_chunk": attention_chunk, "deterministic": deterministic}
+    theirs |= {"seqused": (seqused_q, seqused_k), "qv": qv, "return_attn_probs": return_attn_probs}
+    return call(q, k, v, cu_seqlens_q, cu_seqlens_k, **theirs)
 
 
 def flash_attn_combine(
@@ -300,36 +224,19 @@ def flash_attn_with_kvcache(
     Args:
         q: queries (B, Sq, H, D), or with cu_seqlens_q packed (T, H, D).
         k_cache: (rows, tokens, Hk, D), or with page_table (pages, tokens of a page, Hk, D). Written if k is given.
-        v_cache: as k_cache, with head dim Dv.
         k: new keys (B, new, Hk, D), or with cu_seqlens_k_new packed (tokens, Hk, D). Default: none.
-        v: new values, as k with head dim Dv. Required if k is given.
         qv: queries that are multiplied with the values, shaped as q but with head dim Dv: scores are q.k + qv.v. D + Dv
             is at most 512. Both caches are copied at every call, unless they are adjacent parts of one tensor. Default:
             none.
-        rotary_cos: (positions, width / 2): rotates the new keys and the queries. Default: no rotation.
-        rotary_sin: as rotary_cos.
-        cache_seqlens: tokens in the cache before the call: an int or (B,) int32. Default: the cache is full.
         cache_batch_idx: (B,) int32: the row of the cache, or of page_table, of each sequence. Default: its number.
-        cache_leftpad: (B,) int32: the first valid token of each sequence. Default: 0.
         page_table: (B, pages of a sequence) int32. Default: the cache is not paged.
         cu_seqlens_q: (B + 1,) int32: the offsets of packed queries. Default: q is dense.
         cu_seqlens_k_new: (B + 1,) int32: the offsets of packed new keys. Default: as cu_seqlens_q.
         max_seqlen_q: the largest number of queries of a sequence. Default: T.
         rotary_seqlens: (B,) integers: the position of each sequence's first new key. Default: cache_seqlens.
-        q_descale: must be None: FP8 is not supported.
-        k_descale: must be None: FP8 is not supported.
-        v_descale: must be None: FP8 is not supported.
-        softmax_scale: factor of scores. Default: 1 / sqrt(D).
-        causal: if True, query i sees no key after position i + Sk - Sq (bottom-right alignment).
-        window_size: (left, right), -1 for unbounded. Default: no window.
-        attention_chunk: if above 0, a query sees only the keys of its own chunk of this many tokens. Default 0.
-        softcap: if above 0, a score s becomes softcap * tanh(s / softcap). Default 0.
-        rotary_interleaved: if True, dims 2 d and 2 d + 1 are rotated together; if False, d and d + width / 2.
         scheduler_metadata: what `get_scheduler_metadata` returned for this step. Default: each call plans.
-        num_splits: 1: the keys of a sequence are never split. Other values are ignored.
-        pack_gqa: does not change the result: ignored.
-        sm_margin: does not change the result: ignored.
-        return_softmax_lse: if True, (out, lse) is returned.
+        options: as in `flash_attn_func`.
+        others: as in `tilewise.compat.flash_attn.flash_attn_with_kvcache`.
 
     Returns:
         out, shaped as q but with head dim Dv, or (out, lse) with lse (B, H, Sq) or (H, T).
@@ -337,24 +244,16 @@ def flash_attn_with_kvcache(
     Raises:
         AttentionError: an argument is not as above.
     """
-    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, False, cache_leftpad, **scales)
+    theirs: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    theirs |= {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+    theirs |= {"attention_chunk": attention_chunk, "return_softmax_lse": return_softmax_lse, "num_splits": num_splits}
     if page_table is not None and cache_batch_idx is not None:
         rows = tensor("cache_batch_idx", cache_batch_idx).long().clamp(0, tensor("page_table", page_table).shape[0] - 1)
         page_table, cache_batch_idx = page_table[rows], None
-    options |= {
-        "cache_rows": cache_batch_idx,
-        "starts": cache_leftpad,
-        "page_table": page_table,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_new": cu_seqlens_k_new,
-        "max_seqlen_q": max_seqlen_q,
-        "split": 0 if num_splits == 1 else None,
-    }
-    rotary = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
-    more: dict[str, Any] = {"rotary_lengths": rotary_seqlens, "qv": qv, "plans": scheduler_metadata}
-    out, lse = over_cache(q, k_cache, v_cache, cache_seqlens, options, new=(k, v), rotary=rotary, **more)
-    return (out, lse) if return_softmax_lse else out
+    theirs |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "page_table": page_table}
+    theirs |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q}
+    theirs |= {"rotary": (rotary_cos, rotary_sin, rotary_interleaved), "rotary_lengths": rotary_seqlens}
+    return call_cache(q, k_cache, v_cache, cache_seqlens, new=(k, v), qv=qv, plans=scheduler_metadata, **theirs)
 
 
 def get_scheduler_metadata(
@@ -385,26 +284,16 @@ def get_scheduler_metadata(
 
     Args:
         batch_size: number of sequences.
-        max_seqlen_q: the largest number of queries of a sequence.
         max_seqlen_k: the largest number of keys of a sequence.
         num_heads_q: number of query heads.
         num_heads_kv: number of KV heads.
         headdim: head dim of q and k.
-        cache_seqlens: (B,) int32: tokens in the cache.
         qkv_dtype: dtype of q, k and v.
         headdim_v: head dim of v. Default: headdim.
-        cu_seqlens_q: (B + 1,) int32: the offsets of packed queries.
-        cu_seqlens_k_new: (B + 1,) int32: the offsets of packed new keys.
-        cache_leftpad: (B,) int32: the first valid token of each sequence.
         page_size: tokens of a page. Default: the cache is not paged.
         max_seqlen_k_new: the largest number of new keys of a sequence.
-        causal: as in `flash_attn_with_kvcache`.
-        window_size: as in `flash_attn_with_kvcache`.
-        attention_chunk: as in `flash_attn_with_kvcache`.
         has_softcap: whether the calls have a softcap.
-        num_splits: as in `flash_attn_with_kvcache`.
-        pack_gqa: as in `flash_attn_with_kvcache`.
-        sm_margin: as in `flash_attn_with_kvcache`.
+        others: as in `flash_attn_with_kvcache`.
 
     Returns:
         What `flash_attn_with_kvcache` accepts as scheduler_metadata. It is not a tensor.

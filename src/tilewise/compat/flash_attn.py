@@ -19,8 +19,8 @@ from ..adapters.flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
-    install,
 )
+from ..adapters.flash_install import install
 from . import bert_padding, flash_attn_3, rotary  # noqa: F401 - install() puts their functions in flash-attn's modules
 
 __all__ = [

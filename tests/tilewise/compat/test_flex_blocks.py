@@ -15,8 +15,8 @@ from torch.testing import assert_close
 import tilewise
 from tests.covering import cases, each_once
 from tests.tilewise.compat.test_flex import MASKS, B, D, H, S, causal, qkv, quiet, results
-from tilewise.compat import flex_attention
 from tilewise.adapters.flex import _converted
+from tilewise.compat import flex_attention
 
 __all__ = ["quiet"]  # a fixture of all tests here
 

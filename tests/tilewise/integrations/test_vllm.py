@@ -22,8 +22,8 @@ from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
 from tests.quantised_cases import E4M3, E5M2, quantised
 from tests.tilewise.integrations import vllm_stub
-from tilewise.integrations import vllm as plugin
 from tilewise.adapters.steps import Plans
+from tilewise.integrations import vllm as plugin
 from tilewise.plan_cache import plans
 
 NAME = "tilewise.adapters.vllm"

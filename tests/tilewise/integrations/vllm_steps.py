@@ -26,11 +26,11 @@ from tests.tilewise.integrations import vllm_stub
 sys.modules.update(vllm_stub.modules("0.32.0"))
 
 from tilewise import kv_warmup  # noqa: E402
+from tilewise.adapters import steps as kv_steps  # noqa: E402
 from tilewise.backends.common.launch import DeviceMemory, Target  # noqa: E402
 from tilewise.backends.common.offline import specialised  # noqa: E402
 from tilewise.backends.registry import choose  # noqa: E402
 from tilewise.call.fields import CACHE  # noqa: E402
-from tilewise.adapters import steps as kv_steps  # noqa: E402
 from tilewise.kv_cache import PreparedPlan  # noqa: E402
 from tilewise.kv_request import KvCall, KvPlan, structure_of  # noqa: E402
 from tilewise.request import Gpu  # noqa: E402

@@ -1,5 +1,4 @@
-"""The modules that `tilewise.compat.flash_attn.install` puts in the place of flash-attn's, and the error that an import
-of any other module of flash-attn raises."""
+"""tilewise's functions in the place of the package flash_attn, and the error of an import of what is not there."""
 
 from __future__ import annotations
 
@@ -9,7 +8,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-PACKAGE = "flash_attn"
+from ..errors import AttentionError
+from . import bert_padding, flash_attn, flash_attn_3, rotary
+
+PACKAGE, VERSION = "flash_attn", "2.8.3"
 
 # What to use in the place of a module that flash-attn has and tilewise has not: the first entry that is the module or
 # a package around it. docs/from-flash-attn.md has the same table.
@@ -28,6 +30,37 @@ INSTEAD = {
     "flash_attn.cute": "tilewise.attention",
 }
 OTHERWISE = "torch, or a copy of that module"
+
+
+def install() -> None:
+    """Let `import flash_attn` (2.8) and `import flash_attn_interface` (3) find these functions; call it before anything
+    imports flash-attn.
+
+        tilewise.compat.flash_attn.install()
+        from flash_attn import flash_attn_func
+        from flash_attn.bert_padding import pad_input, unpad_input
+        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+
+    Other modules of that package (losses, normalisations, layers, models) do not exist: their import raises
+    ModuleNotFoundError, which says what to use.
+
+    Raises:
+        AttentionError: flash_attn is imported already.
+    """
+    there = sys.modules.get("flash_attn")
+    if there is not None and getattr(there, "__file__", None):
+        raise AttentionError("install()", "flash_attn is imported already", "a call before anything imports it")
+    functions = {name: x for name, x in vars(flash_attn).items() if name.startswith("flash_attn_") and callable(x)}
+    interface = module("flash_attn.flash_attn_interface", functions)
+    padding = module("flash_attn.bert_padding", vars(bert_padding))
+    layers = package("flash_attn.layers", rotary=module("flash_attn.layers.rotary", vars(rotary)))
+    rotation = module("flash_attn.ops.triton.rotary", {"apply_rotary": rotary.apply_rotary})
+    ops = package("flash_attn.ops", triton=package("flash_attn.ops.triton", rotary=rotation))
+    names = {"flash_attn_interface": interface, "bert_padding": padding, "layers": layers, "ops": ops}
+    package("flash_attn", __version__=VERSION, **names, **functions)
+    module("flash_attn_interface", vars(flash_attn_3))
+    if not any(isinstance(x, Missing) for x in sys.meta_path):
+        sys.meta_path.append(Missing())
 
 
 class Missing:
