@@ -42,6 +42,17 @@ def sliding(size: int | None, causal: bool = True) -> tuple[int, int | None] | N
     return None if size is None else (size - 1, 0 if causal else size - 1)
 
 
+def top_left(n_q: int, n_k: int) -> tuple[int, tuple[None, int]]:
+    """Causal attention whose first query is at the first key, as torch and xformers align it: how many keys are seen,
+    the first ones, and the window of a call with these alone.
+
+    >>> top_left(4, 6), top_left(6, 4)
+    ((4, (None, 0)), (4, (None, 2)))
+    """
+    n = n_q if n_k > n_q else n_k
+    return n, (None, n_q - n)
+
+
 def used(cu_q: Tensor, cu_k: Tensor, used_q: Tensor | None, used_k: Tensor | None) -> tuple[Tensor, Tensor]:
     """Offsets of sequences of which the first tokens alone are used: three of each, the tokens used, the queries left
     over without keys, the keys left over without queries.

@@ -52,12 +52,9 @@ def attention(
         key: (B, Sk, Hk, D).
         value: (B, Sk, Hk, Dv).
         attn_mask: as in `scaled_dot_product_attention`, or (B, Sk) of keys. Default: none.
-        dropout_p: as in `scaled_dot_product_attention`.
-        is_causal: as in `scaled_dot_product_attention`.
-        scale: as in `scaled_dot_product_attention`.
-        enable_gqa: as in `scaled_dot_product_attention`.
         return_lse: must be False: diffusers' context parallelism is not supported.
         _parallel_config: must be None: diffusers' context parallelism is not supported.
+        others: as in `tilewise.scaled_dot_product_attention`.
 
     Returns:
         (B, Sq, H, Dv).

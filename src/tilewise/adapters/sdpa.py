@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ..api import attention
 from ..errors import AttentionError, shown
+from .arguments import top_left
 from .bool_masks import recognised, table
 
 TORCHS: Any = functional.scaled_dot_product_attention  # as it was when this was imported
@@ -84,9 +85,8 @@ def scaled_dot_product_attention(
         elif mask.numel():
             options["mask_mod"] = table(mask)
     if is_causal:
-        if n_k > n_q:  # no query sees the other keys
-            k, v, n_k = k[:, :, :n_q], v[:, :, :n_q], n_q
-        options["window"] = None, n_q - n_k
+        n, options["window"] = top_left(n_q, n_k)
+        k, v = (k, v) if n == n_k else (k[:, :, :n], v[:, :, :n])
     out: Tensor = attention(q, k, v, layout="bhsd", scale=scale, dropout_p=dropout_p, **options)
     if rank == 4:
         return out

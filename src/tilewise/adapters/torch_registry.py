@@ -20,6 +20,7 @@ from ..call.fields import ATTENTION
 from ..errors import AttentionError
 from ..request import Request, arguments
 from ..validation import dense as checks
+from .arguments import top_left, window
 
 
 class Handle:
@@ -47,9 +48,18 @@ def activate() -> Handle:
     return Handle(*made)
 
 
-def _band(is_causal: bool, left: int | None, right: int | None) -> dict[str, Any]:
-    sides = tuple(None if side is None or side < 0 else side for side in (left, right))
-    return {"causal": is_causal, "window": None if sides == (None, None) else sides}
+def _options(
+    is_causal: bool,
+    dropout_p: float,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> dict[str, Any]:
+    """The options that forward and backward have. `state`: integers, of which the first is the seed."""
+    band = {"causal": is_causal, "window": window(window_size_left, window_size_right)}
+    return band | {"scale": scale, "dropout_p": dropout_p, "seed": state[0] if dropout_p else None}
 
 
 def _random(q: Tensor, dropout_p: float) -> Tensor:
@@ -80,13 +90,11 @@ def flash_forward(
     is_causal: bool,
     return_debug_mask: bool,
     *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
     seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    **band: Any,
 ) -> tuple[Any, ...]:
     """aten::_flash_attention_forward: (B, S, H, D), or packed (T, H, D) with offsets."""
     _check_no_cache(seqused_k=seqused_k, block_table=block_table)
@@ -95,10 +103,7 @@ def flash_forward(
         expected = "None; or 1 with packed sequences (varlen_attn), whose keys are not split"
         raise AttentionError("num_splits of torch's flash attention", num_splits, expected)
     state = _random(query, dropout_p)
-    options: dict[str, Any] = _band(is_causal, window_size_left, window_size_right)
-    options |= {"scale": scale, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "return_lse": True}
-    if dropout_p:
-        options["seed"] = state[0]
+    options = _options(is_causal, dropout_p, state, **band) | {"alibi_slopes": alibi_slopes, "return_lse": True}
     if cum_seq_q is None or cum_seq_k is None:
         out, lse = attention(query, key, value, layout="bshd", **options)
     else:
@@ -129,17 +134,10 @@ def flash_backward(
     is_causal: bool,
     rng_state: Tensor,
     unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
+    **band: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """aten::_flash_attention_backward."""
-    options: dict[str, Any] = _band(is_causal, window_size_left, window_size_right)
-    options |= {"scale": scale, "dropout_p": dropout_p}
-    if dropout_p:
-        options["seed"] = rng_state.view(torch.int64)[0]
-    full = ATTENTION.completed(options)  # type: ignore[arg-type]
+    full = ATTENTION.completed(_options(is_causal, dropout_p, rng_state.view(torch.int64), **band))
     if cum_seq_q is None or cum_seq_k is None or not cum_seq_q.numel():
         request = checks.dense(query, key, value, full)
     else:
@@ -208,9 +206,9 @@ def _cpu_options(
     """(q, k, v) and options. torch aligns is_causal top left: keys after the last query are not visible."""
     if dropout_p:
         raise AttentionError("dropout_p of torch's flash attention on a CPU", dropout_p, "0")
-    n = query.shape[2] if is_causal and key.shape[2] > query.shape[2] else key.shape[2]
+    n, band = top_left(query.shape[2], key.shape[2]) if is_causal else (key.shape[2], None)
     q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, :n], value[:, :, :n]))
-    return (q, k, v), {"scale": scale, "bias": mask, "window": (None, q.shape[1] - n) if is_causal else None}
+    return (q, k, v), {"scale": scale, "bias": mask, "window": band}
 
 
 def cpu_forward(

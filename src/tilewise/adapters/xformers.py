@@ -18,7 +18,7 @@ from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
 from ..validation.dense import tensor
 from ..validation.versions import check_version
-from .arguments import sliding, used, window
+from .arguments import sliding, top_left, used, window
 
 FAR = 2**30
 TESTED = (0, 0, 35)
@@ -473,8 +473,7 @@ def _of_class(q: Tensor, k: Tensor, v: Tensor, bias: Any, options: dict[str, Any
             options["bias"] = _bias(tensor("bias of attn_bias", options["bias"]), query)
         if "mask_mod" not in options:
             return attention(q, k, v, layout="bshd", **options)
-        n = min(k.shape[1], q.shape[1])  # aligned top left: keys past the last query's are seen by none
-        options["window"] = None, q.shape[1] - n
+        n, options["window"] = top_left(q.shape[1], k.shape[1])
         added = options.get("bias")
         options["bias"] = added if added is None or added.shape[-1] == 1 else added[..., :n]
         del options["mask_mod"]
