@@ -1,18 +1,11 @@
-"""Hugging Face transformers on tilewise: `attn_implementation="tilewise"`.
-
-    import tilewise.integrations.transformers    # calls register()
-    model = AutoModel.from_pretrained(name, attn_implementation="tilewise")
-    model.set_attn_implementation("tilewise")    # or change an existing model
-    serve(model).generate_batch(prompts)         # continuous batching
-
-Tested with transformers 5.17, 5.22 and 5.23; with others it warns once, and works or raises. Anything
-that is not supported (attention weights, a mask of unknown kind) raises AttentionError.
-"""
+"""Hugging Face transformers on tilewise: the attention of a layer over a batch, packed sequences, the paged cache of
+continuous batching, or sharded tokens. `transformers_masks` has the masks."""
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -20,13 +13,17 @@ import transformers.modeling_flash_attention_utils as flash
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..distributed import current
+from ..call.fields import ATTENTION
+from ..distributed import Plan, current
+from ..distributed import attention as attention_over
 from ..errors import AttentionError
+from ..kv_warmup import StepLimits
+from ..torch_internals import version_of
 from ..validation.versions import check_version, version
-from . import hf_cache
+from .arguments import ours, sliding, top_left
 from .bool_masks import table
-from .hf_masks import Mask, make_mask
-from .hf_sharded import attend, check_positions
+from .steps import Memory, Step
+from .transformers_masks import Mask, make_mask
 
 NAME = "tilewise"
 SERVING = "tilewise_flash3"  # names with "flash" in them may serve with CUDA graphs; with 3, from a table of blocks
@@ -122,7 +119,7 @@ def attention_forward(
     """
     if output_attentions:
         raise AttentionError("output_attentions", True, 'attn_implementation="eager", which keeps the weights')
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    options = ours(ATTENTION, {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "dropout": dropout}, {})
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plan = attention_mask.plan if isinstance(attention_mask, Mask) else current()
     if plan is not None:
@@ -130,22 +127,22 @@ def attention_forward(
         if isinstance(attention_mask, Mask):
             options["mask_mod"] = attention_mask.mod
             if not attention_mask.checked:
-                check_positions(plan, others.get("position_ids"))
+                _check_positions(plan, others.get("position_ids"))
                 attention_mask.checked = True  # once a forward
         else:
-            plan = plan.banded(causal=causal, window=_window(sliding_window, causal))
+            plan = plan.banded(causal=causal, window=sliding(sliding_window, causal))
             refused["attention_mask"] = attention_mask
-        return attend(plan, query, key, value, options | {"dropout_p": dropout}, refused), None
+        return _sharded(plan, query, key, value, options, refused), None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         _check_packed(attention_mask, cache, position_bias)
         if cache is not None:
             named = others | {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-            return _served(module, (query, key, value), cache, sliding_window, named, options | {"dropout_p": dropout})
-        options |= {"dropout_p": dropout, "causal": causal, "window": _window(sliding_window or None, causal)}
+            return _served(module, (query, key, value), cache, sliding_window, named, options)
+        options |= {"causal": causal, "window": sliding(sliding_window or None, causal)}
         return _packed(query, key, value, (cu_seq_lens_q, cu_seq_lens_k), **options), None
     if cache is not None:
         raise AttentionError("cache", "no cu_seq_lens_q or cu_seq_lens_k", "both, with a paged cache")
-    return _batch(query, key, value, attention_mask, causal, position_bias, options | {"dropout_p": dropout}), None
+    return _batch(query, key, value, attention_mask, causal, position_bias, options), None
 
 
 def _served(
@@ -162,14 +159,14 @@ def _served(
     if isinstance(cu_k, dict):
         cu_k = cu_k["full_attention" if window is None else "sliding_attention"]
     offsets = named["cu_seq_lens_q"], cu_k
-    options |= {"causal": True, "window": _window(window, True)}
-    pool = hf_cache.pool_of(cache, module.layer_idx)
+    options |= {"causal": True, "window": sliding(window)}
+    pool = pool_of(cache, module.layer_idx)
     if pool is not None:
         on_cache = {name: x for name, x in options.items() if name != "dropout_p"}
-        found = hf_cache.attend(cache, pool, tensors, offsets, named, **on_cache)
+        found = attend_in_pages(cache, pool, tensors, offsets, named, **on_cache)
         if found is not None:
             return found, None
-    key, value = hf_cache.gathered(cache, tensors[1], tensors[2], module.layer_idx, named)
+    key, value = _gathered(cache, tensors[1], tensors[2], module.layer_idx, named)
     return _packed(tensors[0], key, value, offsets, **options), None
 
 
@@ -188,9 +185,8 @@ def _batch(
     if position_bias is not None:
         options["bias"] = position_bias
     if mask is None:
-        causal = n_q > 1 and causal
-        keys = n_q if causal and n_k > n_q else n_k  # as "sdpa": the keys of a static cache that are written
-        options["window"] = (None, n_q - keys) if causal else None
+        if n_q > 1 and causal:  # as "sdpa": the keys of a static cache that are written
+            keys, options["window"] = top_left(n_q, n_k)
     elif isinstance(mask, Mask):
         if mask.sizes[2] != n_q or mask.sizes[3] != n_k:
             raise AttentionError("queries and keys of the attention mask", mask.sizes[2:], f"the layer's {(n_q, n_k)}")
@@ -206,10 +202,6 @@ def _batch(
             options["bias"] = position_bias[..., :keys]
     out: Tensor = attention(query, key, value, layout="bhsd", **options)
     return out.transpose(1, 2)
-
-
-def _window(size: int | None, causal: bool) -> tuple[int, int | None] | None:
-    return None if size is None else (size - 1, None if causal else size - 1)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor], **options: Any) -> Tensor:
@@ -242,6 +234,168 @@ def _of_tensor(mask: Any, n_k: int, position_bias: Tensor | None) -> dict[str, A
     if not mask.is_floating_point():
         raise AttentionError("dtype of attention_mask", mask.dtype, "bool (True is visible), or float to add")
     return {"bias": mask if position_bias is None else mask + position_bias}
+
+
+# Continuous batching: keys and values are attended where they lie, in the pages of transformers' cache, whose own
+# functions gather them first, in every layer. A layer with a sliding window writes over keys that the same call still
+# reads: there transformers gathers, as always.
+
+
+class Pool(NamedTuple):
+    """A layer's keys and values (pages, page size, Hk, D), and the number of its group among the indices."""
+
+    k: Tensor
+    v: Tensor
+    group: int
+
+
+def pool_of(cache: Any, layer: int) -> Pool | None:
+    """Of transformers' PagedAttentionCache; None for a layer that has to be gathered."""
+    if hasattr(cache, "layer_to_allocator"):  # 5.22
+        allocator = cache.layer_to_allocator[layer]
+        if allocator.layer_type != "full_attention":
+            return None
+        k, v = allocator.get_cache_for_block_table(layer)
+        return Pool(k, v, allocator.index)
+    if cache.sliding_windows[layer] != 1:  # 5.17, where 1 is none
+        return None
+    group, place = cache.layer_index_to_group_indices[layer]
+    k, v = (x[place].unflatten(0, (-1, cache.block_size)) for x in (cache.key_cache, cache.value_cache))
+    return Pool(k, v, group)
+
+
+class Steps:
+    """The step of a cache that its layers share, by their group. transformers makes new indices for every step, or
+    writes those of the step before; a CUDA graph that is captured after a run with the same indices has a step of its
+    own."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self.limits = StepLimits(most_tokens, most_tokens, most_tokens)
+        self.memory: Memory = {}
+        self.indices: Any = None
+        self.versions: list[int] = []
+        self.steps: dict[tuple[int, bool], Step] = {}
+
+    def of(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Step:
+        indices, table = named["read_index"], named.get("block_table")
+        versions = [version_of(x) for x in (*indices, *offsets, *(() if table is None else table))]
+        if self.indices is not indices or self.versions != versions:
+            self.indices, self.versions, self.steps = indices, versions, {}
+        key = pool.group, pool.k.is_cuda and torch.cuda.is_current_stream_capturing()
+        step = self.steps.get(key)
+        if step is None:
+            step = self.steps[key] = self.new(pool, offsets, named)
+        return step
+
+    def new(self, pool: Pool, offsets: tuple[Tensor, Tensor], named: dict[str, Any]) -> Step:
+        """With a block table all sequences have one query; otherwise there are the slots of all keys."""
+        cu_q, cu_k = (x.int() for x in offsets)
+        most, table = 1, named.get("block_table")
+        if table is not None:
+            table = table[pool.group]
+        else:
+            name = "max_seqlen" if "max_seqlen_q" in named else "max_length"  # 5.17, 5.22
+            longest = named[f"{name}_k"]
+            if isinstance(longest, dict):
+                longest = longest["full_attention"]
+            most = self.limits.max_seqlen_q(named[f"{name}_q"])
+            table = page_table(named["read_index"][pool.group], cu_k, pool.k.shape[1], longest)
+        memory = None if torch.compiler.is_compiling() else self.memory
+        return Step(cu_k.diff() - cu_q.diff(), cu_q, table, most, self.limits.backend(most), memory)
+
+
+def steps_of(cache: Any) -> Steps:
+    """Kept on the cache, except by torch.compile, which traces every step."""
+    steps: Steps | None = None if torch.compiler.is_compiling() else vars(cache).get("tilewise")
+    if steps is None:
+        steps = Steps(cache.max_batch_tokens)
+        if not torch.compiler.is_compiling():
+            cache.tilewise = steps
+    return steps
+
+
+def page_table(read: Tensor, cu_k: Tensor, page: int, longest: int) -> Tensor:
+    """The pages of each sequence, from the slots of its keys: a page's first slot is a multiple of its size.
+
+    >>> slots = torch.tensor([12, 13, 14, 15, 4, 8, 9])
+    >>> page_table(slots, torch.tensor([0, 5, 7]), page=4, longest=5)
+    tensor([[3, 1],
+            [2, 2]], dtype=torch.int32)
+    """
+    first = cu_k[:-1, None] + torch.arange(0, longest, page, device=read.device)
+    return (read[first.clamp_(max=read.shape[0] - 1)] // page).int()  # entries past a sequence's end are not read
+
+
+def attend_in_pages(
+    cache: Any,
+    pool: Pool,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor],
+    named: dict[str, Any],
+    **options: Any,
+) -> Tensor | None:
+    """q (1, H, T, D), new k and v (1, Hk, T, D) -> (1, T, H, Dv), written and attended in place; None if nothing was
+    cached before, and the new keys are the only ones."""
+    if named.get("block_table") is None and not named["read_index"][pool.group].numel():
+        return None
+    q, k, v = (x[0].transpose(0, 1) for x in tensors)
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    steps_of(cache).of(pool, offsets, named).attend(q, pool.k, pool.v, out, k_new=k, v_new=v, **options)
+    return out[None]
+
+
+def _gathered(cache: Any, key: Tensor, value: Tensor, layer: int, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """All keys and values of the sequences, (1, Hk, T, D), after the new ones were written."""
+    if named.get("block_table") is not None:
+        raise AttentionError("block_table", "that of a layer with a window", "None: max_blocks_per_request=0")
+    if "kwargs" in inspect.signature(cache.update).parameters:
+        k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=named)
+        return k, v
+    places = {"read_index": named["read_index"], "write_index": named["write_index"]}
+    k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, **places)  # before 5.22: (T, Hk, D)
+    return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+
+# Within `tilewise.distributed.use(plan)` each rank has some of the tokens, and its layers see all. The plan knows the
+# documents; a model's layers say how far they see, which may differ from layer to layer.
+
+
+def _sharded(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], refused: dict[str, Any]) -> Tensor:
+    """(B, H, S, D) of this rank -> (B, S, H, D). `refused`: what a plan does not take, None where it is not there."""
+    for name, value in refused.items():
+        if value is not None:
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise AttentionError(f"{name} of a layer in use(plan)", found, f"none: {WHY[name]}")
+    if q.shape[2] != k.shape[2]:
+        raise AttentionError(
+            "keys of a layer in use(plan)",
+            k.shape[2],
+            f"this rank's {q.shape[2]} tokens alone: no cache; layers that see something else belong in use(None)",
+        )
+    out: Tensor = attention_over(q, k, v, plan=plan, layout="bhsd", **options)
+    return out.transpose(1, 2)
+
+
+WHY = {
+    "cu_seq_lens_q": "plan(cu_seqlens=...) knows the documents",
+    "cache": "a paged cache is not sharded",
+    "position_bias": "it was made of positions on this rank",
+    "attention_mask": "a mask of pairs knows this rank's tokens alone; plan(mask=...) takes a mask mod of all",
+}
+
+
+def _check_positions(plan: Plan, given: Any) -> None:
+    """Raises for positions that are not the plan's: RoPE and documents would be wrong without an error."""
+    if not isinstance(given, Tensor) or given.dim() != 2 or torch.compiler.is_compiling():
+        return
+    expected = plan.positions(device=given.device)
+    if given.shape[1] != len(expected) or not bool((given == expected).all()):
+        found = f"{given[0, :4].tolist()}, ..." if given.numel() else tuple(given.shape)
+        raise AttentionError(
+            "position_ids",
+            found,
+            f"plan.positions()[None], here {expected[:4].tolist()}, ... (others only beside an attention_mask)",
+        )
 
 
 register()

@@ -24,6 +24,7 @@ from ..errors import AttentionError
 from ..kv_warmup import AttentionLayer, StepLimits, compile_steps
 from ..mods.modifier import mask_mod
 from ..request import MAX_HEAD_DIM
+from .arguments import sliding
 from .steps import Memory, Step, Writer
 
 log = logging.getLogger("tilewise")
@@ -153,7 +154,7 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
             "softcap": logits_soft_cap or None,
             "sinks": sinks,
             "split": SPLIT if invariant else None,
-            "window": None if sliding_window is None else (sliding_window - 1, 0),
+            "window": sliding(sliding_window),
         }
         self.write = Writer()
         self.known: tuple[Tensor, int, tuple[Tensor, Tensor]] | None = None

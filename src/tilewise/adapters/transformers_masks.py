@@ -25,7 +25,6 @@ from ..mods import document
 from ..mods.modifier import mask_mod
 from ..mods.program import Mod
 from .bool_masks import table
-from .hf_sharded import whole_padding
 
 FAR = 2**30
 TABLES = {"doge"}  # types of models that compute with the mask, and leave out one that is not a tensor
@@ -203,9 +202,21 @@ def _sharded(
         )
     before, after, _ = _band(parts)
     band = None if before >= FAR else before, None if after >= FAR else after
-    whole = whole_padding(plan, padding)
+    whole = _whole_padding(plan, padding)
     mod = None if whole is None else valid_keys(whole)
     return Mask(shape, mod=mod, plan=plan.banded(window=band), checked=padding is not None)
+
+
+def _whole_padding(plan: Plan, padding: Tensor | None) -> Tensor | None:
+    """A padding mask of all tokens, from that of this rank's; None if nothing is hidden, on every rank alike."""
+    if padding is None:
+        return None
+    whole = plan.unshard(padding.to(torch.uint8)).bool()
+    if bool(whole.all()):
+        return None
+    if plan.packed:
+        raise AttentionError("attention_mask", "padding, with a plan of packed documents", "documents without padding")
+    return whole
 
 
 def _mod(valid: Tensor | None, ids: Tensor | None) -> Mod | None:
