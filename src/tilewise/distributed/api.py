@@ -112,15 +112,7 @@ def attention(
     plan = plan or current()
     if not isinstance(plan, Plan):
         raise AttentionError("plan", shown(plan), "tilewise.distributed.plan(...), or a call within use(plan)")
-    q, k, v = checks.to_bshd(q, k, v, layout)
-    is_flat = plan.packed and isinstance(q, Tensor) and q.dim() == 3
-    if is_flat:
-        q, k, v = q[None], k[None], v[None]
-    found = ops.attend(plan, _request(plan, q, k, v, options, tokens=plan.counts()[plan.rank]))
-    out, *others = (x[0] for x in found) if is_flat else found
-    if layout != "bshd":
-        out = out.transpose(-3, -2)
-    return returned(out, others, options)
+    return _attend(plan, (q, k, v), layout, options, rehearsed=False)
 
 
 @ATTENTION.shown
@@ -148,13 +140,19 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
     Raises:
         AttentionError: as in `attention`.
     """
-    q, k, v = checks.to_bshd(q, k, v)
-    is_flat = plan.packed and q.dim() == 3
+    return _attend(plan, (q, k, v), "bshd", options, rehearsed=True)
+
+
+def _attend(plan: Plan, tensors: tuple[Tensor, Tensor, Tensor], layout: str, options: Options, rehearsed: bool) -> Any:
+    q, k, v = checks.to_bshd(*tensors, layout)
+    is_flat = plan.packed and isinstance(q, Tensor) and q.dim() == 3
     if is_flat:
         q, k, v = q[None], k[None], v[None]
-    request = _request(plan, q, k, v, options, tokens=plan.tokens)
-    found = ops.Rehearsed.apply(plan, request.spec, *request.tensors())  # type: ignore[no-untyped-call]
+    tokens = plan.tokens if rehearsed else plan.counts()[plan.rank]
+    found = ops.attend(plan, _request(plan, q, k, v, options, tokens=tokens), rehearsed)
     out, *others = (x[0] for x in found) if is_flat else found
+    if layout != "bshd":
+        out = out.transpose(-3, -2)
     return returned(out, others, options)
 
 
