@@ -136,6 +136,8 @@ def flash_attn_varlen_func(
     """Attention of packed sequences with FlashAttention-3's arguments: `tilewise.attention_varlen`.
 
     Args:
+        k: keys of all sequences (Tk, Hk, D).
+        v: values of all sequences (Tk, Hk, Dv).
         seqused_q: (B,) integers: how many of its queries each sequence uses. The others give 0. Default: all.
         seqused_k: (B,) integers: how many of its keys each sequence uses. Default: all.
         options: as in `tilewise.compat.flash_attn.flash_attn_varlen_func`.
@@ -225,6 +227,7 @@ def flash_attn_with_kvcache(
         q: queries (B, Sq, H, D), or with cu_seqlens_q packed (T, H, D).
         k_cache: (rows, tokens, Hk, D), or with page_table (pages, tokens of a page, Hk, D). Written if k is given.
         k: new keys (B, new, Hk, D), or with cu_seqlens_k_new packed (tokens, Hk, D). Default: none.
+        v: new values, as k with head dim Dv. Required if k is given.
         qv: queries that are multiplied with the values, shaped as q but with head dim Dv: scores are q.k + qv.v. D + Dv
             is at most 512. Both caches are copied at every call, unless they are adjacent parts of one tensor. Default:
             none.
