@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from tests.tilewise.integrations import vllm_stub
+from tests.tilewise.integrations.engine_stub import modules
 
-sys.modules.update(vllm_stub.modules("0.32.0"))
+sys.modules.update(modules(vllm_stub, "0.32.0"))
 
 from tilewise import kv_warmup  # noqa: E402
 from tilewise.adapters import steps as kv_steps  # noqa: E402
