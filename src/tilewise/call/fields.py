@@ -365,7 +365,7 @@ _ATTENTION = (
     ),
     Field(
         "precision",
-        "str | None",
+        'Literal["fp8"] | None',
         """"fp8": q, k and v are quantised to float8_e4m3fn, with a float32 scale for each block, and multiplied
         by fp8 tensor cores (the how-to on fp8 says how, and how large the error is). Forward only: it raises
         if a gradient is needed. Default None: products in q's dtype.""",
@@ -373,7 +373,7 @@ _ATTENTION = (
     ),
     Field(
         "backend",
-        "str",
+        "BackendName",
         """"reference" (torch, any device), "triton" (GPUs), "hopper" (sm_90), or "auto".""",
         default="auto",
         check=text,
