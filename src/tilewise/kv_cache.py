@@ -144,7 +144,8 @@ def attention_kv(
             dims; the kernels read up to 32 groups. Default 1 for float8.
         v_scale: scale of a quantised v_cache, as k_scale.
         tree: mask among the draft tokens of speculative decoding: tree[b, i, j] is True if query i sees draft j, one of
-            the last Sq keys of the sequence. bool (B, Sq, Sq); packed (T, drafts); or an int64 bit mask for each query.
+            the last Sq keys of the sequence. bool (B, Sq, Sq), or (Sq, Sq) for all sequences; packed (T, drafts); or an
+            int64 bit mask for each query.
         causal: default True. The last query of a sequence is at its last key.
         window: as in `attention`.
         scale: as in `attention`.

@@ -471,8 +471,8 @@ _CACHE = (
         "tree",
         "Tensor | None",
         """mask among the draft tokens of speculative decoding: tree[b, i, j] is True if query i sees draft j,
-        one of the last Sq keys of the sequence. bool (B, Sq, Sq); packed (T, drafts); or an int64 bit mask
-        for each query.""",
+        one of the last Sq keys of the sequence. bool (B, Sq, Sq), or (Sq, Sq) for all sequences; packed
+        (T, drafts); or an int64 bit mask for each query.""",
     ),
     _same("causal", "default True. The last query of a sequence is at its last key.", default=True),
     _same("window"),
