@@ -59,8 +59,8 @@ class Mask(BlockMask):
     mod: a mask mod, or None.
     segments: for a padded batch, the offsets of its rows' pieces, of queries and keys, for `attention_varlen`; or None.
     plan: for a model in `tilewise.distributed.use`, the plan of layers with this mask, whose window and mod are then of
-        the whole sequence; or None. `checked`: whether positions have been looked at (compared with the plan's, or searched
-    for packed sequences), or need not be.
+        the whole sequence; or None.
+    checked: whether positions have been compared with the plan's, or searched for packed sequences, or need not be.
     """
 
     def __init__(
