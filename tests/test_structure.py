@@ -376,7 +376,8 @@ def test_a_backend_is_named_in_its_folder_and_in_the_registry_only():
     found = [
         f"{module}:{line} {text!r}"
         for module in library()
-        if not is_in(module, f"backends.{BACKEND}") and module not in ("backends.registry", "call.fields")
+        if not is_in(module, f"backends.{BACKEND}")
+        and module not in ("backends.registry", "call.fields", "call.options")
         for text, line in strings(tree_of(module))
         if BACKEND in text
     ]

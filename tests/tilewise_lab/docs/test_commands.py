@@ -56,6 +56,8 @@ RUN = {
     "tilewise learn 3 --checks": "",
     "tilewise learn 3 --exercise": "",
     "tilewise learn 3 --lang zh": "",
+    "./run selftest": "--calls 1 --seconds 2 --device cpu",
+    "tilewise selftest": "--calls 1 --seconds 2 --device cpu",
     "tilewise show-mask FILE.py:NAME": "FILE.py:NAME=own.py:near --queries 64",
     "tilewise show-mask NAME": "NAME=causal",
     "tilewise show-mask document": "",
