@@ -114,8 +114,8 @@ NOT_RUN = {
     "./run python -m tests.tilewise.backends.compile_calls --seconds 600 --seed 3": (
         "tests/tilewise/backends/test_calls.py translates some of these calls"
     ),
-    "python bench/cpu.py": "measures for minutes, in many processes",
-    "python bench/features.py terms": GPU,
+    "tilewise bench flex": BENCH,
+    "tilewise bench terms": BENCH,
     "python -m tilewise_lab.emulator.timeline docs/hopper-forward.svg": PICTURE,
     "python -m tilewise_lab.emulator.timeline docs/hopper-backward.svg": PICTURE,
 }
