@@ -66,7 +66,7 @@ def cells(run: Run, group: str, name: str, row: Row) -> Iterator[Cell]:
         works: dict[str, Kept] = {}
         for who, caller in callers.items():
             began = time.perf_counter()
-            entries[who], work = run.attempt(lambda caller=caller, which=which: Kept(_answer(caller, which)))
+            entries[who], work = run.attempt(partial(_kept, caller, which))
             if work is not None:
                 entries[who].first = round(time.perf_counter() - began, 4)
                 works[who] = work
@@ -82,6 +82,10 @@ def cells(run: Run, group: str, name: str, row: Row) -> Iterator[Cell]:
         yield cell
     del callers, works
     run.tidy()
+
+
+def _kept(caller: Caller, which: str) -> Kept:
+    return Kept(_answer(caller, which))
 
 
 def _answer(caller: Caller, which: str) -> Callable[[], dict[str, Tensor]]:
@@ -217,7 +221,8 @@ def bias_row(device: torch.device) -> Callers:
     def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if q.is_cuda else SDPBackend.MATH):
             mask = bias.expand(batch, -1, -1, -1)
-            return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask).transpose(1, 2)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
     return {OURS: Caller(lambda q, k, v, bias: tilewise.attention(q, k, v, bias=bias), x), "efficient": Caller(sdpa, x)}
 
@@ -229,8 +234,8 @@ def dropout_row(n: int, heads: int, dim: int, causal: bool, device: torch.device
 
     def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH):
-            heads_first = (t.transpose(1, 2) for t in (q, k, v))
-            return scaled_dot_product_attention(*heads_first, is_causal=causal, dropout_p=0.1).transpose(1, 2)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=0.1).transpose(1, 2)
 
     ours = partial(tilewise.attention, causal=causal, dropout_p=0.1, seed=1)
     return {OURS: Caller(ours, x), "cudnn": Caller(cudnn, x, same=False)}
@@ -320,7 +325,7 @@ def nsa_row(device: torch.device) -> Callers:
     folder = os.environ.get("FLA_PEER")
     if folder and on_gpu(device):
         sys.path.insert(0, folder)
-        peer = import_module("fla.ops.nsa.parallel")
+        peer: Any = import_module("fla.ops.nsa.parallel")
 
         def local(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
             return tilewise.attention(q, k, v, causal=True, window=window_size)
@@ -341,7 +346,12 @@ def topk_row(device: torch.device) -> Callers:
     first, stride = (torch.randint(0, n_k, (n, 1), device=device, generator=generator) for _ in range(2))
     at = (first + (stride | 1) * torch.arange(count, device=device)) % n_k  # an odd stride: no key twice
     indices = at.int().view(1, n, 1, count)
-    return {OURS: Caller(lambda q, k: sparse.topk(q, k, 512, indices), x)}
+
+    def ours(q: Tensor, k: Tensor) -> Tensor:
+        out: Any = sparse.topk(q, k, 512, indices)
+        return out  # type: ignore[no-any-return]
+
+    return {OURS: Caller(ours, x)}
 
 
 def neighborhood_row(device: torch.device) -> Callers:
@@ -502,7 +512,7 @@ def growing(run: Run) -> Iterator[Cell]:
             call(n)
         lengths = cycle(range(first, most - 1))
         works: dict[str, Work] = {
-            OURS: lambda call=call, lengths=lengths: call(next(lengths)),
+            OURS: partial(_next, call, lengths),
             "a known shape": partial(call, first - 1),
         }
         entries = _entries(works)
@@ -513,6 +523,10 @@ def growing(run: Run) -> Iterator[Cell]:
         for who, times in found.items():
             entries[who].times = [float(f"{t:.5g}") for t in times]
         yield Cell("growing", name, {}, None, OURS, entries)
+
+
+def _next(call: Callable[[int], None], lengths: Iterator[int]) -> None:
+    call(next(lengths))
 
 
 def _entries(works: dict[str, Work]) -> dict[str, Entry]:

@@ -8,7 +8,7 @@ FlexAttention. Each answer is compared before it is timed, by the clock on the w
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module, util
 from typing import Any
@@ -73,8 +73,8 @@ def dtype_of(run: Run) -> torch.dtype:
 
 
 def compared(
-    run: Run, name: str, answers: dict[str, Answer], works: dict[str, Callable[[], Any]], truth: str, limit: float,
-    in_a_row: int,
+    run: Run, name: str, answers: Mapping[str, Answer], works: Mapping[str, Callable[[], Any]], truth: str,
+    limit: float, in_a_row: int,
 ) -> Iterator[Cell]:  # fmt: skip
     """A cell of those whose answers are near that of `truth`. Who fails is listed with the reason."""
     entries: dict[str, Entry] = {}
@@ -114,7 +114,8 @@ def train(run: Run, tokens: int) -> Iterator[Cell]:
     def answer(name: str) -> dict[str, Tensor]:
         return {"loss": step(name), "dq_proj": models[name].model.layers[0].self_attn.q_proj.weight.grad.clone()}
 
-    answers, works = ({name: partial(f, name) for name in PEERS} for f in (answer, step))
+    answers = {name: partial(answer, name) for name in PEERS}
+    works = {name: partial(step, name) for name in PEERS}
     yield from compared(run, f"training step, {tokens} tokens", answers, works, "sdpa", 0.1, 3)
 
 
@@ -137,7 +138,8 @@ def generate(run: Run, compiled: bool) -> Iterator[Cell]:
         return {"logits": models[name](ids).logits[:, -1]}  # tokens part ways at near ties in bfloat16
 
     what = f"generate, {batch} x ({prompt} + {new}) tokens, static cache{', compiled' if compiled else ''}"
-    answers, works = ({name: partial(f, name) for name in PEERS} for f in (answer, tokens))
+    answers = {name: partial(answer, name) for name in PEERS}
+    works = {name: partial(tokens, name) for name in PEERS}
     yield from compared(run, what, answers, works, "sdpa", 0.05, 1)
 
 
@@ -181,6 +183,10 @@ def module(run: Run, kind: str, layer_type: str) -> Iterator[Cell]:
         return made[name]()
 
     answers = {name: partial(answer, name) for name in ("eager", OURS, "flex_attention")}
-    works = {name: (lambda name=name: made[name]()) for name in answers}
+
+    def again(name: str) -> dict[str, Tensor]:
+        return made[name]()
+
+    works = {name: partial(again, name) for name in answers}
     what = f"{kind} attention, {layer_type}, {tokens} tokens, forward and backward"
     yield from compared(run, what, answers, works, "eager", 0.03, 5)

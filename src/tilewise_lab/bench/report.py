@@ -96,12 +96,12 @@ def _lowest(results: Results) -> list[list[str]]:
     if len(ranked) < 2 * LOWEST:
         return []
     rows = []
-    for ratio, cell in sorted(ranked, key=lambda pair: pair[0])[:LOWEST]:
+    for speed, cell in sorted(ranked, key=lambda pair: pair[0])[:LOWEST]:
         ours, best = cell.chosen(), cell.best_peer()
         assert ours
         assert best
         theirs = f"{label(best)} {duration(cell.seconds(best).median)}"
-        rows.append([cell.group, cell.name, f"{ratio:.3f}", _time(cell, ours), theirs])
+        rows.append([cell.group, cell.name, f"{speed:.3f}", _time(cell, ours), theirs])
     return rows
 
 

@@ -258,8 +258,9 @@ def compile_all(cases: Sequence[Case], gpu: Gpu, workers: int) -> Iterator[tuple
 
 def compile_first(cases: Sequence[Case], device: torch.device) -> None:
     """Fills Triton's cache; says what could not be compiled."""
-    if device.type != "cuda":
+    gpu = gpu_of(device) if device.type == "cuda" else None
+    if gpu is None:
         return
     with progress() as show:
-        for done, total, fault in compile_all(cases, gpu_of(device), max(1, (os.cpu_count() or 2) - 1)):
+        for done, total, fault in compile_all(cases, gpu, max(1, (os.cpu_count() or 2) - 1)):
             show(fault or "compiling", done, total)

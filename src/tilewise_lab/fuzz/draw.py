@@ -181,7 +181,7 @@ def _used(r: random.Random, case: Case, where: Where) -> Case:
         mode in TANGENTS
     ):  # torch gives a tangent the strides of its primal, and cannot write to one that overlaps itself
         layouts = [(n, layout) for n, layout in layouts if not layout.startswith("expanded")]
-    largest = mode in ("call", "no_grad", "inference") and r.random() < 0.4
+    largest = mode in ("call", "no_grad", "inference") and bool(options(r, "return_max_logit"))
     return replace(case, mode=mode, wants=tuple(wants), layouts=tuple(layouts), return_max_logit=largest)
 
 

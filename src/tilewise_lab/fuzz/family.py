@@ -88,7 +88,6 @@ PLACES = frozenset(
 # fields that no case has, and where they are tested
 ELSEWHERE = {
     "precision": "tests/tilewise/backends: its results have another budget",
-    "layout": "tests/properties: a view of the same tensors",
     "qk_norm": "tests/tilewise/kv_cache: the oracle has no norm",
     "max_seqlen_q": "tests/tilewise/kv_cache: it chooses a tile",
 }
