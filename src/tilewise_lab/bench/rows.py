@@ -79,8 +79,9 @@ def _shapes(group: str) -> Callable[[Run, Results, Namespace], Rows]:
             count = asked.count("--count", 200 if options.count is None else options.count)
             drawn = shapes(count, options.seed, part_of(options.part))
         known = run.roster.known
-        names = options.peers or sweep.PEERS
-        providers = [Tilewise(OURS, "tilewise, as auto chooses"), *(known[name] for name in names if name in known)]
+        names = list(known) if options.peers == ["all"] else options.peers or sweep.PEERS
+        peers = [known[name] for name in names if not name.startswith(OURS)]
+        providers = [Tilewise(OURS, "tilewise, as auto chooses"), *peers]
 
         def compiled() -> Iterator[Cell]:
             sweep.compile_first([x.case for x in drawn], run.device)
