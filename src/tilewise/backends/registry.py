@@ -11,7 +11,6 @@ from .protocol import Backend, KvBackend
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 
-
 BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())  # in the order of "auto"
 NAMES = ("auto", *(backend.name for backend in reversed(BACKENDS)))
 
