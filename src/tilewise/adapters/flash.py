@@ -100,7 +100,8 @@ def call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *offsets: Tensor,
+    offsets: tuple[Tensor, Tensor] | None = None,
+    *,
     seqused: tuple[Tensor | None, Tensor | None] = (None, None),
     qv: Tensor | None = None,
     **theirs: Any,
@@ -114,7 +115,7 @@ def call(
     """
     options = options_of(ATTENTION, theirs)
     q, k = with_qv(q, k, v, qv)
-    if not offsets:
+    if offsets is None:
         return attention(q, k, v, layout="bshd", **options)
     if seqused != (None, None):
         offsets = used(*offsets, *seqused)

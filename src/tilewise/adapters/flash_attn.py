@@ -161,7 +161,7 @@ def flash_attn_varlen_func(
     theirs |= {"alibi_slopes": alibi_slopes, "return_attn_probs": return_attn_probs}
     if block_table is None:
         theirs |= {"dropout_p": dropout_p, "deterministic": deterministic}
-        found = call(q, k, v, cu_seqlens_q, cu_seqlens_k, **theirs)
+        found = call(q, k, v, (cu_seqlens_q, cu_seqlens_k), **theirs)
     elif dropout_p:
         raise AttentionError("dropout_p", f"{dropout_p} with block_table", "0: a paged cache has no dropout")
     else:
@@ -170,7 +170,7 @@ def flash_attn_varlen_func(
             k, v, offsets = _gathered(q, k, v, cu_seqlens_q, lengths, block_table)  # three sequences for each
             if alibi_slopes is not None and tensor("alibi_slopes", alibi_slopes).dim() == 2:
                 theirs["alibi_slopes"] = alibi_slopes.repeat_interleave(3, 0)
-            found = call(q, k, v, *offsets, **theirs, deterministic=deterministic)
+            found = call(q, k, v, offsets, **theirs, deterministic=deterministic)
         else:
             found = call_cache(q, k, v, lengths, block_table=block_table, cu_seqlens_q=cu_seqlens_q, **theirs)
     return (*found, None) if return_attn_probs else found

@@ -153,7 +153,7 @@ def flash_attn_varlen_func(
     theirs |= {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     theirs |= {"attention_chunk": attention_chunk, "deterministic": deterministic}
     theirs |= {"seqused": (seqused_q, seqused_k), "qv": qv, "return_attn_probs": return_attn_probs}
-    return call(q, k, v, cu_seqlens_q, cu_seqlens_k, **theirs)
+    return call(q, k, v, (cu_seqlens_q, cu_seqlens_k), **theirs)
 
 
 def flash_attn_combine(
