@@ -275,7 +275,8 @@ def _charts(results: Results) -> Iterator[str]:
 
 
 def _facts(results: Results) -> Table:
-    rows = [[name, str(value)] for name, value in (results.machine | results.settings).items() if value is not None]
+    told = (results.machine | results.settings).items()
+    rows = [[name, str(value)] for name, value in told if value is not None and not isinstance(value, dict)]
     rows += [[n, x["version"]] for n, x in results.providers.items() if x["asked"] and x["version"]]
     rows += [[name, str(value)] for name, value in results.notes.items()]
     return Table("facts", "How it was measured", ["what", "value"], rows, 2)

@@ -131,6 +131,8 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> SparseCase:
         if r.random() < 0.4:
             case = replace(case, batch=1, lengths=tuple(r.choice((0, 1, r.randint(1, most))) for _ in range(3)))
             case = case if sum(case.lengths) else replace(case, lengths=(3,))
+    if function == "nsa" and case.scale == 0.0:  # all blocks are equal, and any choice of them is right
+        case = replace(case, scale=0.3)
     case = replace(case, strided=r.random() < 0.3)
     if EXTRAS[function] and r.random() < 0.4 and not case.lengths:
         case = replace(case, extra=r.choice(EXTRAS[function]))

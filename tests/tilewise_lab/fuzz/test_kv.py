@@ -21,7 +21,7 @@ def test_right_calls_are_right() -> None:
 
 
 def test_right_calls_of_latent_caches_are_right() -> None:
-    cases = [case for number in range(400) if (case := drawn("kv", 5, number, Where())).latent]
+    cases = [case for number in range(800) if (case := drawn("kv", 5, number, Where())).latent]
     assert {"", "int8"} <= {case.k_store for case in cases}
     for case in cases[:12]:
         verdict = judge(case)
