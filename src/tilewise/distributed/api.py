@@ -278,7 +278,9 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
     return _attend(plan, (q, k, v), "bshd", options, rehearsed=True)
 
 
-def _attend(plan: Plan, tensors: tuple[Tensor, Tensor, Tensor], layout: str, options: Options, rehearsed: bool) -> Result:
+def _attend(
+    plan: Plan, tensors: tuple[Tensor, Tensor, Tensor], layout: str, options: Options, rehearsed: bool
+) -> Result:
     q, k, v = checks.to_bshd(*tensors, layout)
     is_flat = plan.packed and isinstance(q, Tensor) and q.dim() == 3
     if is_flat:
