@@ -34,7 +34,7 @@ class KernelBackend:
 
         return build_hvp(spec)
 
-    def forward_runner(self, request: Request) -> Runner:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Runner:
         from .common.kernel_call import KernelCall
 
         return KernelCall(self.forward_build(request.spec), request.tensors(), request.q.device)
