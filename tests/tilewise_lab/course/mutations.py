@@ -4,9 +4,9 @@
     python -m tests.tilewise_lab.course.mutations K4 X7              some of them
     python -m tests.tilewise_lab.course.mutations --red --share 0/2  half of them, without the tree as it is
 
-`mutations.diff` beside this file says how, in the format of tests/mutations.py. A row is proven if its test passes on the
-tree as it is and fails on the tree with the change; a test that cannot be collected, or that stumbles over a name that is
-not there, proves nothing.
+`mutations.diff` beside this file says how, in the format of tests/mutations.py. A row is proven if its test passes on
+the tree as it is and fails on the tree with the change; a test that cannot be collected, or that stumbles over a name
+that is not there, proves nothing.
 """
 
 from __future__ import annotations
