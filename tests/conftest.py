@@ -58,6 +58,20 @@ if INTERPRETED:
         del os.environ["TRITON_INTERPRET"]
 
 
+@pytest.fixture(autouse=True)
+def environment_stays() -> Iterator[None]:
+    """A test that changes an environment variable for those after it fails: kernels, and checks on a CPU, depend on
+    some of them."""
+    before = dict(os.environ)
+    yield
+    theirs = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    changed = {name for name in before.keys() | os.environ if before.get(name) != os.environ.get(name)} - theirs
+    for name in changed:
+        os.environ.pop(name)
+        os.environ |= {name: before[name]} if name in before else {}
+    assert not changed, f"the test left other values of {sorted(changed)}"
+
+
 @pytest.fixture
 def device() -> str:
     return DEVICE
