@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import import_module
@@ -70,6 +71,9 @@ def environment_stays() -> Iterator[None]:
         os.environ.pop(name)
         os.environ |= {name: before[name]} if name in before else {}
     assert not changed, f"the test left other values of {sorted(changed)}"
+    if torch.compiler.is_compiling():  # torch's flag of the process: the calls of later tests would check nothing
+        vars(torch.compiler)["_is_compiling_flag"] = False
+        warnings.warn("the test left torch.compiler.is_compiling() true", stacklevel=1)
 
 
 @pytest.fixture

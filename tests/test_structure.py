@@ -89,6 +89,7 @@ LAYERS = Layers(
         "call",
         "backends.registry",
         "backends.hopper backends.triton backends.reference",
+        "backends.kernels",
         "backends.protocol",
         "backends.common backends",
         "mods",
@@ -102,7 +103,7 @@ LAYERS = Layers(
         "backends.hopper": "backends.registry sparse.topk_attention sparse.block_ops",
         "backends.triton": "backends.registry",
         "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
-        "backends.common": "backends.registry backends.hopper backends.triton backends.reference"
+        "backends.common": "backends.kernels backends.hopper backends.triton backends.reference"
         " warmup kv_warmup distributed.calls sparse.topk_attention sparse.block_ops sparse.nsa_attention sparse.packed"
         " sparse.moba_attention",
         "backends.common.device": "backends.common backends.hopper backends.triton",

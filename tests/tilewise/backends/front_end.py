@@ -73,7 +73,7 @@ class FrontEnd:
         with (
             compiling_for(gpu.arch),
             mock.patch.object(request, "INTERPRETER", gpu),
-            mock.patch.object(settings, "interprets", lambda: True),
+            mock.patch.object(settings, "interprets", return_value=True),
         ):
             yield
 

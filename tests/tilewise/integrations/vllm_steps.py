@@ -84,7 +84,7 @@ class Recorder:
         asked = CACHE.completed(options)  # type: ignore[arg-type]
         places = checks.places_of(k_new, k, lengths, asked)
         request = checks.append_request(k_new, v_new, k, v, places, None, asked)
-        kernels = import_module("tilewise.backends.triton").KV
+        kernels = import_module("tilewise.backends.triton").TritonBackend.kv
         self.run(kernels.append_runner(request), request)
 
 
