@@ -1,4 +1,5 @@
-"""Tables and plots of the documents, made from the kept results: `<!-- bench:NAME -->` to `<!-- /bench:NAME -->`.
+"""Tables and plots of the documents, made from the kept results: `<!-- bench:NAME -->` to `<!-- /bench:NAME -->`, and single
+numbers (`tilewise_lab.bench.kept_rows`).
 
 The newest result of each device counts, GPUs before CPUs. A test renders them again and compares.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tilewise.errors import AttentionError
-from tilewise_lab.bench import charts, predicted
+from tilewise_lab.bench import charts, kept_rows, predicted
 from tilewise_lab.bench.charts import label
 from tilewise_lab.bench.compare import Agreement, compare, halves
 from tilewise_lab.bench.machine import slug
@@ -100,6 +101,11 @@ def expected(root: Path) -> dict[Path, str]:
         path = root / document
         if path.exists():
             found[path] = fill(path.read_text(encoding="utf-8"), everything, document, root)
+    rows = kept_rows.load(root)
+    for path in kept_rows.documents(root) if rows else ():
+        text = found.get(path) or path.read_text(encoding="utf-8")
+        if kept_rows.has_markers(text):
+            found[path] = kept_rows.fill(text, path.relative_to(root).as_posix(), root, rows)
     return found
 
 
