@@ -69,9 +69,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["sidebar.js"]
 html_favicon = "_static/favicon.svg"
-html_search_scorer = str(
-    Path(__file__).parent / "_static" / "scorer.js"
-)
+html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 html_domain_indices = False
 html_use_index = False
 templates_path = ["_templates"]

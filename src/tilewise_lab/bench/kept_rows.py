@@ -1,7 +1,7 @@
 """Single measured numbers in documents, each read from the note or file of `bench/results/` that has it.
 
-`bench/results/rows.json` has one case per row: where its number stands (a file and a pattern that matches once in it), the peer and
-the commit. `<!-- rows:TABLE -->` to `<!-- /rows:TABLE -->` in a document becomes the table of those cases, and
+`bench/results/rows.json` has one case per row: where its number stands (a file, and a pattern that matches once
+in it), the peer and the commit. `<!-- rows:TABLE -->` to `<!-- /rows:TABLE -->` in a document becomes the table of those cases, and
 `<!-- number:KEY -->` to `<!-- /number -->` one number. `tilewise bench --readme` writes them, and a test compares.
 """
 
@@ -31,7 +31,7 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A case. `find` has one group, the number, and matches once in the file `source`. `tables`: where the case stands."""
+    """A case. `find` matches once in the file `source`; its group is the number. `tables`: where the case stands."""
 
     key: str
     tables: tuple[str, ...]
@@ -70,8 +70,8 @@ def rounded(number: str, digits: int) -> str:
 
 
 def load(root: Path) -> list[Row]:
-    """The rows of the file, in its order; none where there is no file. A source like "*cpu*.json" is the newest such file; tables
-    leave the row out as long as there is none."""
+    """The rows of the file, in its order; none where there is no file. A source like "*cpu*.json" is the newest such
+    file; tables leave the row out as long as there is none."""
     path = root / FILE
     rows = []
     for raw in json.loads(path.read_text(encoding="utf-8")) if path.exists() else ():

@@ -1,5 +1,5 @@
-"""Tables and plots of the documents, made from the kept results: `<!-- bench:NAME -->` to `<!-- /bench:NAME -->`, and single
-numbers (`tilewise_lab.bench.kept_rows`).
+"""Tables and plots of the documents, made from the kept results: `<!-- bench:NAME -->` to `<!-- /bench:NAME -->`.
+Single numbers are made by `tilewise_lab.bench.kept_rows`.
 
 The newest result of each device counts, GPUs before CPUs. A test renders them again and compares.
 """

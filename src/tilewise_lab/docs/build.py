@@ -40,7 +40,6 @@ BELOW = {"benchmark.md": ("explain", "results/index")}  # what the menu has belo
 PICTURE = re.compile(
     r'<picture>\n<source [^>]*srcset="([^"]+)">\n<img src="([^"]+)" alt="([^"]+)">\n</picture>'
 )  # a light and a dark file, as GitHub shows them
-TABLE = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.S)
 FENCED = re.compile(r"^(```+[^\n]*\n.*?^```+$)", re.M | re.S)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -109,8 +108,7 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
         if language == "en":
             yield source, page, (ROOT / source).read_text(encoding="utf-8")
         elif (ROOT / translated).is_file():
-            text, original = ((ROOT / path).read_text(encoding="utf-8") for path in (translated, source))
-            yield translated, page, with_tables(text, original)
+            yield translated, page, (ROOT / translated).read_text(encoding="utf-8")
         elif not is_english_only(page):
             raise AttentionError("Chinese pages", f"no {translated}", f"a translation of {source}")
     for lesson in all_lessons():
@@ -134,16 +132,6 @@ def repository(language: str) -> str:
     """
     url = os.environ.get("TILEWISE_URL")
     return f" · [{'Repository' if language == 'en' else '代码仓库'}]({url})" if url else ""
-
-
-def with_tables(text: str, original: str) -> str:
-    """A translation with the tables of measurements of its original, for which it has {bench:NAME}.
-
-    >>> with_tables("{bench:speed}", "<!-- bench:speed -->\\n| a |\\n<!-- /bench:speed -->")
-    '| a |\\n'
-    """
-    tables = dict(TABLE.findall(original))
-    return re.sub(r"\{bench:([\w-]+)\}", lambda found: tables[found[1]], text)
 
 
 def is_english_only(page: str) -> bool:

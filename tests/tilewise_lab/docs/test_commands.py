@@ -80,12 +80,10 @@ EXAMPLE = "./run example train_gpt --steps 20"
 NOT_RUN = {
     "./run --here": "adds packages to the Python of the tests; tests/test_run.py",
     "./run bench": BENCH,
+    "./run bench --readme": "writes the documents; tests/tilewise_lab/bench/test_readme.py",
     "./run notebook": "starts JupyterLab; tests/test_run.py",
     "./run package": NETWORK,
     "./run python": "a prompt",
-    "./run python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_context_parallel.py": (
-        "tests/test_train_context_parallel.py runs it, in the slow ring"
-    ),
     "bash .ci/release 0.2.0": "publishes; tests/test_release.py runs it in a repository of its own",
     "tilewise bench": BENCH,
     "tilewise bench models-shapes": BENCH,
@@ -114,8 +112,6 @@ NOT_RUN = {
     "./run python -m tests.tilewise.backends.compile_calls --seconds 600 --seed 3": (
         "tests/tilewise/backends/test_calls.py translates some of these calls"
     ),
-    "python bench/cpu.py": "measures for minutes, in many processes",
-    "python bench/features.py terms": GPU,
     "python -m tilewise_lab.emulator.timeline docs/hopper-forward.svg": PICTURE,
     "python -m tilewise_lab.emulator.timeline docs/hopper-backward.svg": PICTURE,
 }

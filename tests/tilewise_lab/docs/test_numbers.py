@@ -14,12 +14,19 @@ from tilewise_lab.bench import kept_rows
 ROOT = Path(__file__).parents[3]
 MADE = re.compile(r"<!-- (rows:|bench:|number:)([\w-]+) -->.*?<!-- /(?:\1\2|number) -->", re.S)
 FENCED = re.compile(r"^(```+).*?^\1$", re.M | re.S)
-UNITS = r"(?:times (?:as|the|its|that|our|bfloat16)|times faster|× |us|µs|ms|s|seconds|minutes|TFLOP/s|[GT]B/s|%|tokens/s|of (?:FA\d|SDPA|FlashAttention)|倍|微秒|毫秒|秒)"
-MEASURED = re.compile(rf"(?<![\w.^-])(\d+(?:\.\d+)?)(?:(?: to | and |到| 到 |、|; |, )(\d+(?:\.\d+)?))? ?{UNITS}(?![\w(])")
+UNITS = (
+    r"(?:times (?:as|the|its|that|our|bfloat16)|times faster|× |us|µs|ms|s|seconds|minutes|TFLOP/s|[GT]B/s|%|tokens/s"
+    r"|of (?:FA\d|SDPA|FlashAttention)|倍|微秒|毫秒|秒)"
+)
+MEASURED = re.compile(
+    rf"(?<![\w.^-])(\d+(?:\.\d+)?)(?:(?: to | and |到| 到 |、|; |, )(\d+(?:\.\d+)?))? ?{UNITS}(?![\w(])"
+)
 DECIMAL = re.compile(r"(?<![\w.=:(^-])([01]\.\d\d+)(?![\w.]| ·)")
 LINK = re.compile(r"\]\(([^)#\s]*bench/results/[^)#\s]+)")
 NO_MEASUREMENTS = {"gotchas.md", "upstream.md", "wrong-results.md"}  # reports of faults, not on the site
-SHOWN = [path for path in kept_rows.documents(ROOT) if path.name not in NO_MEASUREMENTS and path.parent.name != "results"]
+SHOWN = [
+    path for path in kept_rows.documents(ROOT) if path.name not in NO_MEASUREMENTS and path.parent.name != "results"
+]
 VERSIONS = re.compile(r"\b0\.(?:23|32|42)\b")  # of vLLM and diffusers
 RULES = re.compile(r"(?:more than|at least|within|超过|超过全部键的) (?:3|5|15) %")  # a plan chooses by them
 # The kernels' own pages explain with numbers of many places: a link of the page is enough there.
@@ -36,7 +43,8 @@ def numbers(text: str) -> list[str]:
 
 
 def unsourced(path: Path) -> list[str]:
-    """The measured numbers of a page that no results file has to which their paragraph, or on a kernel's page the page, links."""
+    """The measured numbers of a page that stand in no results file to which their paragraph links (on a kernel's page:
+    to which the page links)."""
     text = path.read_text(encoding="utf-8")
     for left_out in (MADE, FENCED, VERSIONS, RULES):
         text = left_out.sub("", text)
@@ -46,7 +54,9 @@ def unsourced(path: Path) -> list[str]:
     for paragraph in text.split("\n\n"):
         near = text if whole else f"{last}\n{paragraph}" if paragraph.startswith("|") else paragraph
         sources = "".join((path.parent / link).read_text(encoding="utf-8") for link in set(LINK.findall(near)))
-        found += [number for number in numbers(paragraph) if not re.search(rf"(?<![\d.]){re.escape(number)}0*(?!\d)", sources)]
+        found += [
+            number for number in numbers(paragraph) if not re.search(rf"(?<![\d.]){re.escape(number)}0*(?!\d)", sources)
+        ]
         last = paragraph
     return found
 
@@ -80,7 +90,9 @@ def test_a_number_without_a_source_is_found(tmp_path):
 
 def rows(tmp_path: Path, **changes: object) -> Path:
     (tmp_path / "bench/results").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "bench/results/2026-01-02-note.md").write_text("# Note\n\nCommit abc.\n\n| a | 1.284 |\n", encoding="utf-8")
+    (tmp_path / "bench/results/2026-01-02-note.md").write_text(
+        "# Note\n\nCommit abc.\n\n| a | 1.284 |\n", encoding="utf-8"
+    )
     row = {"key": "a", "tables": ["speed"], "case": "A", "zh": "甲", "peer": "SDPA", "source": "2026-01-02-note.md"}
     row |= {"find": r"^\| a \| ([\d.]+)", "commit": "abc"} | changes
     (tmp_path / kept_rows.FILE).write_text(json.dumps([row]), encoding="utf-8")
