@@ -2,5 +2,7 @@
 document.addEventListener("DOMContentLoaded", () => {
   const menu = document.querySelector(".sidebar-scroll");
   const here = menu?.querySelector(".current-page");
-  if (here) menu.scrollTop += here.getBoundingClientRect().top - menu.getBoundingClientRect().top - menu.clientHeight / 2;
+  if (!here) return;
+  const top = here.getBoundingClientRect().top - menu.getBoundingClientRect().top - menu.clientHeight / 2;
+  menu.scrollTo({ top, behavior: "instant" });
 });

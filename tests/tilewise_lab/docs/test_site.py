@@ -277,6 +277,24 @@ def test_no_block_of_code_is_cut_off(site, browser, width, request):
     context.close()
 
 
+@pytest.mark.nightly
+def test_titles_are_larger_than_headings_and_the_menu_shows_the_page(site, browser):
+    context = browser.new_context(viewport={"width": 360, "height": 740})
+    tab = context.new_page()
+    tab.goto((site / "serving.html").as_uri())
+    size = "(name) => parseFloat(getComputedStyle(document.querySelector('article ' + name)).fontSize)"
+    assert tab.evaluate(size, "h1") >= tab.evaluate(size, "h2") >= tab.evaluate(size, "p")
+    tab.set_viewport_size({"width": 1280, "height": 500})
+    tab.goto((site / "benchmark.html").as_uri())  # the last of the menu
+    box = "(name) => { const x = document.querySelector(name).getBoundingClientRect(); return [x.top, x.bottom]; }"
+    (top, bottom), (first, last) = (
+        tab.evaluate(box, ".sidebar-scroll .current-page"),
+        tab.evaluate(box, ".sidebar-scroll"),
+    )
+    assert first <= top < bottom <= last
+    context.close()
+
+
 def texts(site: Path, pattern: str, tag: str) -> list[str]:
     """The text of every such element of the pages, without its tags."""
     found = [x for path in site.glob(pattern) for x in re.findall(tag, path.read_text(encoding="utf-8"), re.S)]
