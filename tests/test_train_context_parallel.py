@@ -20,7 +20,19 @@ def test_the_losses_are_those_of_one_process(documents):
     line = LINE.search((ROOT / "docs/distributed.md").read_text(encoding="utf-8"))[1]
     if documents:
         line = line.replace("--nproc-per-node 4", "--nproc-per-node 2")
-    command = [sys.executable, "run", "python", "-m", "torch.distributed.run", *line.split(), "--steps", "6", "--length", "101", *documents.split()]
+    command = [
+        sys.executable,
+        "run",
+        "python",
+        "-m",
+        "torch.distributed.run",
+        *line.split(),
+        "--steps",
+        "6",
+        "--length",
+        "101",
+        *documents.split(),
+    ]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # ./run knows the sources
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
