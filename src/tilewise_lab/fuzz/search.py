@@ -14,6 +14,15 @@ from tilewise_lab.fuzz.judge import Verdict
 from tilewise_lab.fuzz.shrink import shrink
 
 MAKES = ("dense", "dense", "sparse", "kv", "dense", "grown", "dense", "kv", "mla", "sparse")  # in turn
+
+
+def case_of(seed: int, number: int, where: Where) -> AnyCase:
+    """The call of a seed with this number."""
+    family = MAKES[number % len(MAKES)]
+    found: AnyCase = draw(seed, number, where) if family == "dense" else drawn(family, seed, number, where)
+    return found
+
+
 SAME_KEY = 4  # cases of one key that are shrunk, since they may have several causes
 
 
@@ -50,9 +59,7 @@ class Search:
         """Goes on until the time or the cases are spent; yields after each case what is new, or None."""
         until = None if seconds is None else time.monotonic() + seconds
         while (until is None or time.monotonic() < until) and (cases is None or self.cases < cases):
-            family = MAKES[self.cases % len(MAKES)]
-            at = self.seed, self.cases, self.where
-            case: AnyCase = draw(*at) if family == "dense" else drawn(family, *at)
+            case = case_of(self.seed, self.cases, self.where)
             self.cases += 1
             verdict = self.judge(case)
             self.kinds["bad input" if case.bad else verdict.kind or "right"] += 1
