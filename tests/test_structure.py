@@ -88,7 +88,8 @@ LAYERS = Layers(
         "merging",
         "call",
         "backends.registry",
-        "backends.hopper backends.triton backends.reference",
+        "backends.hopper backends.triton backends.torch_fused",
+        "backends.reference",
         "backends.kernels",
         "backends.protocol",
         "backends.common backends",
@@ -102,7 +103,9 @@ LAYERS = Layers(
     only_for={
         "backends.hopper": "backends.registry sparse.topk_attention sparse.block_ops",
         "backends.triton": "backends.registry",
-        "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
+        "backends.torch_fused": "backends.registry",
+        # torch differentiates the reference itself
+        "backends.reference": "backends.registry backends.torch_fused autograd debug",
         "backends.common": "backends.kernels backends.hopper backends.triton backends.reference"
         " warmup kv_warmup distributed.calls sparse.topk_attention sparse.block_ops sparse.nsa_attention sparse.packed"
         " sparse.moba_attention",
@@ -122,7 +125,7 @@ LAYERS = Layers(
 BACKEND = "hopper"  # a folder and an entry in the registry make a backend: no other module has its name in a string
 KERNELS = ("backends.common", "backends.hopper", "backends.triton")  # their docstrings' examples need Triton
 INTERNALS = "torch_internals"  # the only module that uses private names of torch
-MOST_PRIVATE = 13
+MOST_PRIVATE = 15
 OTHERS_PRIVATE = {  # private names of other libraries, and of Python
     "settings": {"_data"},
     "backends.common.launch": {"_pack_args"},  # Triton's: the only way to compile for another GPU than the one here
@@ -376,7 +379,8 @@ def test_a_backend_is_named_in_its_folder_and_in_the_registry_only():
     found = [
         f"{module}:{line} {text!r}"
         for module in library()
-        if not is_in(module, f"backends.{BACKEND}") and module not in ("backends.registry", "call.fields")
+        if not is_in(module, f"backends.{BACKEND}")
+        and module not in ("backends.registry", "call.fields", "call.options")
         for text, line in strings(tree_of(module))
         if BACKEND in text
     ]

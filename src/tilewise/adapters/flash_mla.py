@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.options import BackendName
 from ..errors import AttentionError
 from ..kv_cache import attention_kv, plan_kv
 from ..kv_formats import BYTES, LATENT
@@ -166,7 +167,7 @@ def flash_mla_sparse_fwd(
         raise AttentionError("kv", f"{kv.dtype} {tuple(kv.shape)}", expected)
     _check_value_dim("d_v", d_v)
     call = mla_arguments(q[:, None], kv[None], topk_length, indices)
-    backend = "triton" if q.is_cuda and q.dtype != torch.float64 else "auto"
+    backend: BackendName = "triton" if q.is_cuda and q.dtype != torch.float64 else "auto"
     out, lse, most = attention_kv(
         *call[:4],
         **call.options,

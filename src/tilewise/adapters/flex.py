@@ -14,10 +14,10 @@ to 2.15; with other versions it warns once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from ..mods import PROGRAMS, BlockMask, Mod
 from ..mods.bands import split
 from ..mods.blocks import listed
 from ..mods.expr import SCORE, Expr, const, load, nodes, substitute
-from ..mods.modifier import PAIR, Modifier, mask_mod, result
+from ..mods.modifier import PAIR, AnyModifier, Modifier, mask_mod, result
 from ..mods.outside import is_callable_object, name_of
 from ..mods.program import Program, combine_masks, register
 from ..mods.trace import trace_as_is
@@ -39,26 +39,91 @@ from ..validation.dense import tensor
 from ..validation.versions import check_version
 
 and_masks, create_block_mask, or_masks = torchs.and_masks, torchs.create_block_mask, torchs.or_masks
-Function = Callable[..., Any]
+ScoreFunction = Callable[..., Tensor]
+Flexed = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, torchs.AuxOutput]
 TESTED = ((2, 10), (2, 15))
 check_version("FlexAttention of torch", torch.__version__, *TESTED)
 BOTH = {"and_masks.<locals>.and_mask": "and", "or_masks.<locals>.or_mask": "or"}
 
 
-@torch.compiler.disable
+@overload
 def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: Function | None = None,
-    block_mask: Any = None,
+    score_mod: ScoreFunction | None = ...,
+    block_mask: torchs.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: Mapping[str, object] | None = ...,
+    *,
+    return_aux: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = ...,
+    block_mask: torchs.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    return_lse: Literal[True],
+    kernel_options: Mapping[str, object] | None = ...,
+    return_aux: None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = ...,
+    block_mask: torchs.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: Mapping[str, object] | None = ...,
+    *,
+    return_aux: torchs.AuxRequest,
+) -> tuple[Tensor, torchs.AuxOutput]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = ...,
+    block_mask: torchs.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: Mapping[str, object] | None = ...,
+    *,
+    return_aux: torchs.AuxRequest | None = ...,
+) -> Flexed: ...
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFunction | None = None,
+    block_mask: torchs.BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: Any = None,
+    kernel_options: Mapping[str, object] | None = None,
     *,
-    return_aux: Any = None,
-) -> Any:
+    return_aux: torchs.AuxRequest | None = None,
+) -> Flexed:
     """FlexAttention's function, torch.nn.attention.flex_attention.flex_attention, computed by tilewise.
 
     >>> slopes = torch.rand(4, requires_grad=True)
@@ -186,13 +251,13 @@ def _check_parameters(function: Any, kind: str) -> None:
         raise AttentionError(f"{kind}_mod", f"{name_of(function)}{shown}", f"{PARAMETERS[kind]} alone")
 
 
-def _modifier(function: Any, kind: str) -> Modifier:
+def _modifier(function: Any, kind: str) -> AnyModifier:
     """The Modifier of the function, stored on the function. Not stored if the function has a closure: the cycle would
     keep the closure's tensors until the garbage collector runs."""
-    kept: Modifier | None = getattr(function, "_tilewise", None)
+    kept: AnyModifier | None = getattr(function, "_tilewise", None)
     if kept is not None and kept.function is function and kept.kind == kind:  # functools.wraps copies attributes
         return kept
-    made = Modifier(function, kind)
+    made: AnyModifier = Modifier(function, kind)
     if isinstance(function, FunctionType) and function.__closure__ is None:
         function._tilewise = made  # type: ignore[attr-defined]
     return made

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.options import BackendName
 from ..kv_cache import PlanMemory, append_kv, attention_kv, plan_kv, plan_kv_in
 from ..kv_request import KvPlan
 
@@ -65,7 +66,7 @@ class Step:
         cu_seqlens_q: Tensor,
         page_table: Any,
         max_seqlen_q: int,
-        backend: str = "triton",
+        backend: BackendName = "triton",
         memory: Memory | None = None,
     ) -> None:
         self.lengths = lengths
@@ -97,6 +98,6 @@ class Writer:
         append_kv(k[None], v[None], k_cache, v_cache, lengths, slots=slots, backend=_backend(k), **scales)
 
 
-def _backend(x: Tensor) -> str:
+def _backend(x: Tensor) -> BackendName:
     """By name on a GPU: "auto" may choose the reference, which reads lengths, and no CUDA graph can."""
     return "triton" if x.is_cuda else "auto"

@@ -4,6 +4,7 @@ continuous batching, or sharded tokens. `transformers_masks` has the masks."""
 from __future__ import annotations
 
 import inspect
+import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -142,7 +143,19 @@ def attention_forward(
         return _packed(query, key, value, (cu_seq_lens_q, cu_seq_lens_k), **options), None
     if cache is not None:
         raise AttentionError("cache", "no cu_seq_lens_q or cu_seq_lens_k", "both, with a paged cache")
+    if isinstance(attention_mask, Mask) and not attention_mask.checked and others.get("use_cache"):
+        _warn_if_packed(others.get("position_ids"))
+        attention_mask.checked = True  # once a forward
     return _batch(query, key, value, attention_mask, causal, position_bias, options), None
+
+
+def _warn_if_packed(positions: Any) -> None:
+    """A warning if the positions of a forward with a new cache go back: transformers takes them for packed sequences
+    only without a cache. Waits for the GPU."""
+    if isinstance(positions, Tensor) and positions.dim() == 2 and bool((positions.diff() < 0).any()):
+        found = "some that go back, with use_cache=True: tokens see the tokens of the sequences before theirs"
+        expected = "use_cache=False, with which transformers takes them for packed sequences; or cu_seq_lens_q"
+        warnings.warn(f"position_ids: found {found}; expected {expected} and cu_seq_lens_k", stacklevel=2)
 
 
 def _served(

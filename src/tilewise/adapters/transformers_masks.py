@@ -58,7 +58,8 @@ class Mask(BlockMask):
     mod: a mask mod, or None.
     segments: for a padded batch, the offsets of its rows' pieces, of queries and keys, for `attention_varlen`; or None.
     plan: for a model in `tilewise.distributed.use`, the plan of layers with this mask, whose window and mod are then of
-        the whole sequence; or None. `checked`: whether positions have been compared with the plan's, or need not be.
+        the whole sequence; or None.
+    checked: whether positions have been compared with the plan's, or searched for packed sequences, or need not be.
     """
 
     def __init__(
@@ -186,7 +187,9 @@ def make_mask(
     window = tuple(None if side >= FAR else side for side in (before - late, after + late))
     if min(side for side in (*window, 0) if side is not None) < 0:
         return Mask(shape, mod=table(pairs()))
-    return Mask(shape, keys=keys, window=window, mod=_mod(valid, ids), segments=segments)  # type: ignore[arg-type]
+    mod = _mod(valid, ids)
+    checked = not look or tracing or mod is not None or late != 0 or not 1 < q_length == kv_length
+    return Mask(shape, keys=keys, window=window, mod=mod, segments=segments, checked=checked)  # type: ignore[arg-type]
 
 
 def _sharded(

@@ -367,7 +367,7 @@ _ATTENTION = (
     ),
     Field(
         "precision",
-        "str | None",
+        'Literal["fp8"] | None',
         """"fp8": q, k and v are quantised to float8_e4m3fn, with a float32 scale for each block, and multiplied
         by fp8 tensor cores (the how-to on fp8 says how, and how large the error is). Forward only: it raises
         if a gradient is needed. Default None: products in q's dtype.""",
@@ -375,7 +375,7 @@ _ATTENTION = (
     ),
     Field(
         "backend",
-        "str",
+        "BackendName",
         """"reference" (torch, any device), "triton" (GPUs), "hopper" (sm_90), or "auto".""",
         default="auto",
         check=text,
@@ -474,8 +474,8 @@ _CACHE = (
         "tree",
         "Tensor | None",
         """mask among the draft tokens of speculative decoding: tree[b, i, j] is True if query i sees draft j,
-        one of the last Sq keys of the sequence. bool (B, Sq, Sq); packed (T, drafts); or an int64 bit mask
-        for each query.""",
+        one of the last Sq keys of the sequence. bool (B, Sq, Sq), or (Sq, Sq) for all sequences; packed
+        (T, drafts); or an int64 bit mask for each query.""",
     ),
     _same("causal", "default True. The last query of a sequence is at its last key.", default=True),
     _same("window"),

@@ -185,13 +185,14 @@ def packed(name: str, implementation: str, how: str, **others: Any) -> Tensor:
     lengths = (5, 9, 7)
     place = torch.cat([torch.arange(n) for n in lengths])[None]
     words: dict[str, Any] = {"position_ids": place, "use_cache": False}
+    words |= others
     if how == "cu_seq_lens":
         cu = torch.tensor([0, 5, 14, 21], dtype=torch.int32)
         words |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 9, "max_length_k": 9}
     if how == "alone":
         parts = given["input_ids"][:1].split(lengths, 1)
         return torch.cat([model(input_ids=ids, use_cache=False).logits for ids in parts], 1)
-    return model(input_ids=given["input_ids"][:1], **words, **others).logits
+    return model(input_ids=given["input_ids"][:1], **words).logits
 
 
 @pytest.mark.parametrize(
@@ -200,6 +201,26 @@ def packed(name: str, implementation: str, how: str, **others: Any) -> Tensor:
 )
 def test_packed_sequences(name: str, how: str) -> None:
     assert_close(packed(name, "tilewise", how), packed(name, "eager", "alone"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", [{}, {"attention_mask": torch.ones(1, TOKENS, dtype=torch.long)}], ids=["", "mask"])
+def test_packed_sequences_with_a_cache_warn(given: dict[str, Tensor]) -> None:
+    """transformers packs by positions only without a cache; eager attention is as wrong, and silent."""
+    with pytest.warns(UserWarning, match="position_ids: found some that go back, with use_cache=True") as found:
+        whole = packed("llama", "tilewise", "position_ids", use_cache=True, **given)
+    assert len(found) == 1  # not one for each layer
+    assert_close(whole, packed("llama", "eager", "position_ids", use_cache=True, **given), rtol=1e-4, atol=1e-5)
+    alone = packed("llama", "eager", "alone")
+    assert (whole - alone).abs().max() > 10 * (packed("llama", "tilewise", "position_ids") - alone).abs().max()
+
+
+def test_positions_that_go_on_do_not_warn(recwarn: pytest.WarningsRecorder) -> None:
+    model, (given, _) = build("llama", "tilewise"), inputs("llama")
+    ids = given["input_ids"]
+    model(input_ids=ids, position_ids=torch.arange(3, 3 + ids.shape[1])[None], use_cache=True)
+    padding = (torch.arange(ids.shape[1]) > 2).long().expand(ids.shape)  # whose positions go back, rightly
+    model(input_ids=ids, attention_mask=padding, position_ids=padding.cumsum(1) - 1, use_cache=True)
+    assert [x for x in recwarn if "position_ids" in str(x.message)] == []
 
 
 def test_packed_sequences_beside_padding_are_refused() -> None:

@@ -1,77 +1,74 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from tests.tilewise_lab.bench.made_up import OURS, cell, grid, results
-from tilewise_lab.bench.results import Entry, Peak
+from tilewise_lab.bench import charts, report
+from tilewise_lab.bench.providers import roster
+from tilewise_lab.bench.results import Entry, Peak, load
 
-pytest.importorskip("rich", reason="the benchmark's tables need the cli extra")
-from tilewise_lab.bench import charts, page, plots
+KEPT = Path(__file__).parents[3] / "bench/results/2026-11-15-nvidia-h200.json"
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def drawings(text):
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg viewBox.*?</svg>", text, re.S)]
+def by_name(found):
+    return {table.name: table for table in report.tables(found)}
 
 
 def test_the_page_needs_nothing_else():
-    text = page.render(results(*grid()))
+    text = report.render(results(*grid()))
     assert not re.search(r"https?://|<script|<link|@import|url\(", text)
     assert "prefers-color-scheme: dark" in text
-    assert 'name="viewport"' in text
     assert "$" not in text
-
-
-def test_every_timed_provider_is_drawn():
-    found = results(*grid())
-    speeds = [d for d in drawings(page.render(found)) if d.get("aria-label", "").startswith("D ")]
-    assert len(speeds) == 8
-    assert all(len(d.findall(".//circle")) == 3 * 3 for d in speeds)
-
-
-def test_what_is_missing_is_said():
-    text = page.render(results(*grid()))
     assert "it is not installed" in text
+    drawn = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg viewBox.*?</svg>", text, re.S)]
+    assert len(drawn) == 8
+    assert all(len(d.findall(".//circle")) == 3 * 3 for d in drawn)
+
+
+def test_the_same_tables_are_text_html_and_markdown():
+    found = load(KEPT)
+    shown, page = "\n".join(report.show(found)), report.render(found)
+    for table in report.tables(found):
+        assert all(len(row) == len(table.head) for row in table.rows), table.name
+        assert report.html(table) in page
+        assert table.name == "all" or report.text(table) in shown
+        assert report.markdown(table).count("\n") == len(table.rows) + 2
+    assert {"speed", "peers", "cases", "lowest", "memory", "absent", "all"} == set(by_name(found))
+    assert len(by_name(found)["lowest"].rows) == report.LOWEST
+    ratios = [float(row[2]) for row in by_name(found)["lowest"].rows]
+    assert ratios == sorted(ratios)
+    assert ratios[0] == pytest.approx(min(x.ratio_to_best().median for x in found.cells if x.ratio_to_best()), abs=1e-3)
 
 
 def test_a_wrong_answer_shows():
     bad = cell()
     bad.entries[OURS] = Entry("wrong", "out <is> off", errors={"out": [0.5, 0.1]})
-    text = page.render(results(bad, *grid()[1:]))
-    assert 'class="badcell">wrong<' in text
-    assert 'class="badcell">500 %<' in text
+    found = results(bad, *grid()[1:])
+    text = report.render(found)
     assert "out &lt;is&gt; off" in text
-    assert 'class="card fail"' in text
+    assert report.verdict(found) == "71 of 72 answers right"
+    assert by_name(found)["all"].rows[0][2] == "wrong"
+    assert "500%" in by_name(found)["all"].rows[0]
 
 
-def test_who_refuses_a_case_is_named_beside_it():
-    other = cell("gqa forward")
-    other.entries["flex"] = Entry("refused", "no")
-    assert "flex: refused" in page.render(results(other))
-
-
-def test_ratios_are_coloured_by_their_side():
-    up, down = (page.heat_cell(cell(triton=[t] * 3), None, "best") for t in (1.0, 3.0))
-    assert 'class="up"' in up
-    assert ">1.50<" in up
-    assert 'class="down"' in down
-    assert ">0.50<" in down
-
-
-def test_a_page_of_nothing():
-    assert "0 of 0" in page.render(results())
-
-
-def test_out_of_memory_is_drawn():
+def test_nothing_and_out_of_memory_are_said():
+    assert report.verdict(results()) == "0 of 0 answers right"
     found = results(cell())
     found.memory.append(Peak("naive", 4096, None))
-    found.memory.append(Peak("tilewise", 4096, 40960))
-    assert "naive, 4096 tokens: out of memory" in page.render(found)
+    assert by_name(found)["memory"].rows[-1][-1] == "out of memory"
 
 
-SVG = "{http://www.w3.org/2000/svg}"
+def test_a_line_names_everybody_who_is_here():
+    other = cell("gqa forward")
+    other.entries["flex"] = Entry("refused", "no")
+    assert report.line(other, results(other).unit()).startswith("gqa forward: b16 s1024 h32 d64 full bfloat16  triton ")
+    assert report.line(other, results(other).unit()).endswith("flex refused  1.50x")
 
 
 @pytest.mark.parametrize("theme", charts.THEMES)
@@ -126,27 +123,5 @@ def test_scales_hold_the_peak_in_a_few_steps(peak):
 
 
 def test_every_known_provider_has_a_colour():
-    import torch
-
-    from tilewise_lab.bench.providers import roster
-
     for name in roster(torch.device("cpu")).known:
         assert charts.style().count(f"--{name}:") == 2, name
-
-
-def test_plots_are_written(tmp_path):
-    pytest.importorskip("matplotlib")
-    files = plots.write(results(*grid()), tmp_path)
-    assert [path.name for path in files] == [
-        "speed-forward.png",
-        "speed-backward.png",
-        "ratio.png",
-        "errors.png",
-        "memory.png",
-    ]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
-
-
-def test_without_matplotlib_there_are_no_plots(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    assert plots.write(results(*grid()), tmp_path) == []
