@@ -193,8 +193,12 @@ def test_options_of_unknown_types_have_no_signature(options: dict[str, Any]) -> 
 
 
 @pytest.mark.usefixtures("spied")
-def test_calls_on_a_cpu_have_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_on_a_cpu_with_other_tensors_have_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their contents are checked."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: False))
+    assert signature_of() is not None
+    assert signature_of(sinks=torch.ones(4)) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert signature_of() is None
 
 
