@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import import_module
@@ -56,6 +57,23 @@ if INTERPRETED:
         interpreter.patch_once_per_launch()
     finally:
         del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture(autouse=True)
+def environment_stays() -> Iterator[None]:
+    """A test that changes an environment variable for those after it fails: kernels, and checks on a CPU, depend on
+    some of them."""
+    before = dict(os.environ)
+    yield
+    theirs = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    changed = {name for name in before.keys() | os.environ if before.get(name) != os.environ.get(name)} - theirs
+    for name in changed:
+        os.environ.pop(name)
+        os.environ |= {name: before[name]} if name in before else {}
+    assert not changed, f"the test left other values of {sorted(changed)}"
+    if torch.compiler.is_compiling():  # torch's flag of the process: the calls of later tests would check nothing
+        vars(torch.compiler)["_is_compiling_flag"] = False
+        warnings.warn("the test left torch.compiler.is_compiling() true", stacklevel=1)
 
 
 @pytest.fixture

@@ -226,6 +226,25 @@ def layouts() -> Factors:
     )
 
 
+def plain() -> Factors:
+    """Calls without score terms, which torch's fused kernels compute. More than 512 keys are several of their tiles."""
+    names = ("bshd", "bhsd", "bdsh", "qkv", "strided")
+    return Factors(
+        {
+            "tokens": ("1x1", "1x40", "1x700", "33x33", "20x50", "50x20", "600x600", "300x700"),
+            "dtype": ("float32", "float16", "bfloat16", "float64"),
+            "heads": HEADS,
+            "dims": ("1", "5", "16", "40", "64"),
+            "band": ("full", "causal", "wide"),
+            "scale": ("-", "0.3", "0", "-0.2"),
+            "batch": ("1", "3"),
+            "layout": names,
+            "dout": ("bshd", "heads", "strided"),
+            "dlse": ("no", "dlse"),
+        },
+    )
+
+
 def nan() -> Factors:
     """A number that is not finite, and what may hide it."""
     return Factors(
@@ -291,6 +310,7 @@ def cache() -> Factors:
 TABLES: dict[str, Callable[[], Factors]] = {
     "attention": attention,
     "layouts": layouts,
+    "plain": plain,
     "nan": nan,
     "cache": cache,
 }

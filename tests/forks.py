@@ -18,6 +18,7 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +53,10 @@ def python(
 def environment(triton: str = "") -> dict[str, str]:
     """The variables of this process without the interpreter, with the Triton in a folder or the installed one."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return env | {"PYTHONPATH": os.pathsep.join(filter(None, (triton, str(ROOT / "src"), str(ROOT))))}
+    found = find_spec("tilewise")
+    assert found is not None
+    sources = Path(str(found.origin)).parents[1]  # this process's, which may be a changed copy (course/mutations.py)
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, (triton, str(sources), str(ROOT))))}
 
 
 @cache

@@ -47,8 +47,8 @@ class Counted:
         if not name.endswith("_runner"):
             return found
 
-        def make(*args: Any) -> Any:
-            run = found(*args)
+        def make(*args: Any, **options: Any) -> Any:
+            run = found(*args, **options)
             self.made.append(name.removesuffix("_runner"))
 
             def counted(tensors: Sequence[Tensor | None]) -> Any:
@@ -78,9 +78,21 @@ def on_gpu(*, limit: int | None = None) -> Iterator[Counted]:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Within `on_gpu`: calls have no plans."""
+    """Within `on_gpu`: tensors say that they are on a CPU."""
     with patch.object(torch.Tensor, "is_cuda", property(lambda _: False)):
         yield
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """Calls do not find the plans that were made before."""
+    kept = dict(plans)
+    plans.clear()
+    try:
+        yield
+    finally:
+        plans.clear()
+        plans.update(kept)
 
 
 def count() -> int:

@@ -76,8 +76,8 @@ class Layers(NamedTuple):
 LAYERS = Layers(
     lines=(
         "tilewise",
-        "compat",
-        "integrations",
+        "compat integrations",
+        "adapters",
         "distributed nn sparse",
         "mla",
         "api debug kv_cache warmup kv_warmup",
@@ -88,7 +88,9 @@ LAYERS = Layers(
         "merging",
         "call",
         "backends.registry",
-        "backends.hopper backends.triton backends.reference",
+        "backends.hopper backends.triton backends.torch_fused",
+        "backends.reference",
+        "backends.kernels",
         "backends.protocol",
         "backends.common backends",
         "mods",
@@ -101,8 +103,10 @@ LAYERS = Layers(
     only_for={
         "backends.hopper": "backends.registry sparse.topk_attention sparse.block_ops",
         "backends.triton": "backends.registry",
-        "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
-        "backends.common": "backends.registry backends.hopper backends.triton backends.reference"
+        "backends.torch_fused": "backends.registry",
+        # torch differentiates the reference itself
+        "backends.reference": "backends.registry backends.torch_fused autograd debug",
+        "backends.common": "backends.kernels backends.hopper backends.triton backends.reference"
         " warmup kv_warmup distributed.calls sparse.topk_attention sparse.block_ops sparse.nsa_attention sparse.packed"
         " sparse.moba_attention",
         "backends.common.device": "backends.common backends.hopper backends.triton",
@@ -110,10 +114,10 @@ LAYERS = Layers(
     outside={
         "triton": "backends.common backends.common.device backends.hopper backends.triton warmup~",
         "cuda": "backends.common.launch",
-        "transformers": "integrations",
-        "diffusers": "integrations.diffusers",
-        "vllm": "integrations.vllm_backend integrations.vllm~",
-        "sglang": "integrations.sglang_backend integrations.sglang~",
+        "transformers": "adapters",
+        "diffusers": "adapters.diffusers",
+        "vllm": "adapters.vllm integrations.vllm~",
+        "sglang": "adapters.sglang integrations.sglang~",
     },
     lab_outside=("triton", "numpy", "rich", "matplotlib", "sphinx", "babel"),
     lab_inside={"tilewise": "lab.costs", "distributed.plans": "lab.costs"},  # explain, explain_kv and Plan.simulate
@@ -121,17 +125,17 @@ LAYERS = Layers(
 BACKEND = "hopper"  # a folder and an entry in the registry make a backend: no other module has its name in a string
 KERNELS = ("backends.common", "backends.hopper", "backends.triton")  # their docstrings' examples need Triton
 INTERNALS = "torch_internals"  # the only module that uses private names of torch
-MOST_PRIVATE = 13
+MOST_PRIVATE = 15
 OTHERS_PRIVATE = {  # private names of other libraries, and of Python
     "settings": {"_data"},
     "backends.common.launch": {"_pack_args"},  # Triton's: the only way to compile for another GPU than the one here
-    "integrations.diffusers": {"_AttentionBackendRegistry"},
-    "integrations.transformers": {"_attn_implementation", "_flash_with_kvcache_fn", "_loaded_implementation"},
-    "integrations.vllm_backend": {"_k_scale", "_v_scale"},
+    "adapters.diffusers": {"_AttentionBackendRegistry"},
+    "adapters.transformers": {"_attn_implementation", "_flash_with_kvcache_fn", "_loaded_implementation"},
+    "adapters.vllm": {"_k_scale", "_v_scale"},
     "backends.hopper.gluon_compat": {"_convert_to_ir_values"},
 }
 MOST_POSITIONAL = 8  # arguments of a function of the library
-OTHER_SIGNATURES = ("compat", "integrations", "nn")  # functions with the signatures of other libraries
+OTHER_SIGNATURES = ("adapters", "nn")  # functions with the signatures of other libraries
 GIVEN_BY = ("mask_mod", "score_mod", "torch.library.impl")  # decorators: the arguments are bound tensors, or of an op
 
 
@@ -375,7 +379,8 @@ def test_a_backend_is_named_in_its_folder_and_in_the_registry_only():
     found = [
         f"{module}:{line} {text!r}"
         for module in library()
-        if not is_in(module, f"backends.{BACKEND}") and module not in ("backends.registry", "call.fields")
+        if not is_in(module, f"backends.{BACKEND}")
+        and module not in ("backends.registry", "call.fields", "call.options")
         for text, line in strings(tree_of(module))
         if BACKEND in text
     ]
@@ -452,7 +457,7 @@ def own_names(tree: ast.Module) -> set[str]:
             if isinstance(node.value, ast.Name) and node.value.id == "self":
                 found.add(node.attr)
         elif isinstance(node, ast.Constant) and node.value == "_tilewise":
-            found.add("_tilewise")  # an attribute that compat.flex sets on the user's function
+            found.add("_tilewise")  # an attribute that adapters.flex sets on the user's function
     return found
 
 

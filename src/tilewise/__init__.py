@@ -11,7 +11,7 @@ from torch import Tensor
 from . import mods
 from .api import attention, attention_varlen, check
 from .call.fields import ATTENTION, REQUIRED, show_required
-from .call.options import Options
+from .call.options import Layout, Options
 from .debug import weights
 from .errors import AttentionError
 from .kv_cache import append_kv, attention_kv, check_kv, plan_kv
@@ -115,7 +115,7 @@ def __dir__() -> list[str]:
 
 
 def _activate() -> Any:
-    from .integrations.flash_registry import activate
+    from .adapters.torch_registry import activate
 
     return activate()
 
@@ -137,7 +137,7 @@ def explain(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    layout: str | None = None,
+    layout: Layout | None = None,
     backward: bool | None = None,
     device: str | None = None,
     dtype: str = "bfloat16",

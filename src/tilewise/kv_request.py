@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -279,23 +280,34 @@ def structure_of(x: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
     tensors: list[Tensor] = []
 
     def emptied(x: Any) -> Any:
+        """A tuple with marks for tensors; x itself if it holds no tensor, so that `filled` does not look into it."""
         if isinstance(x, Tensor):
             tensors.append(x)
             return _TENSOR
-        return _like(x, map(emptied, x)) if isinstance(x, tuple) else x
+        if not isinstance(x, tuple):
+            return x
+        items = [emptied(y) if isinstance(y, (tuple, Tensor)) else y for y in x]
+        return x if all(map(is_, items, x)) else _Filled(_maker(x), items)
 
     empty = emptied(x)
 
     def filled(x: Any, rest: Iterator[Any]) -> Any:
         if x is _TENSOR:
             return next(rest)
-        return _like(x, (filled(item, rest) for item in x)) if isinstance(x, tuple) else x
+        return x.make([filled(y, rest) if y is _TENSOR or type(y) is _Filled else y for y in x.items])
 
-    return tensors, lambda others: filled(empty, iter(others))
+    return tensors, lambda others: filled(empty, iter(others)) if tensors else empty
 
 
-def _like(x: tuple[Any, ...], items: Iterable[Any]) -> Any:
-    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+class _Filled(NamedTuple):
+    """A tuple that holds tensors: what makes it of a list, and its items with marks."""
+
+    make: Callable[[list[Any]], Any]
+    items: list[Any]
+
+
+def _maker(x: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
+    return type(x)._make if hasattr(x, "_fields") else tuple  # type: ignore[attr-defined]
 
 
 NUM_PLACES = len(CachePlaces._fields)

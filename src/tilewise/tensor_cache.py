@@ -14,6 +14,7 @@ Callers must not change the tensors, and must not return them to users.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Lock
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .errors import AttentionError
-from .torch_internals import current_stream, num_dispatch_modes
+from .torch_internals import current_stream, num_dispatch_modes, transform_level
 
 T = TypeVar("T")
 MAX_ENTRIES = 4096
@@ -52,7 +53,8 @@ class TensorCache:
             return make()
         entry = self._entries.get((key, device))
         if entry is None:
-            entry = self._keep((key, device), Entry(_made(device, make)))
+            plain = transform_level() is None and not num_dispatch_modes()
+            entry = self._keep((key, device), Entry(_made(device, make) if plain else _made_apart(device, make)))
         if device.type == "cuda":
             entry.used_on(device)
         value: T = entry.value
@@ -128,6 +130,12 @@ def _made(device: torch.device, make: Callable[[], T]) -> T:
                 value = make()
             stream.synchronize()
     return value
+
+
+def _made_apart(device: torch.device, make: Callable[[], T]) -> T:
+    """In another thread, which has no torch.func transforms and no dispatch modes: their tensors end with them."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_made, device, make).result()
 
 
 @cache

@@ -2,109 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from ..errors import AttentionError, shown
-from ..request import BackwardInputs, Gpu, Request, gpu_of
-from . import hopper, triton
-from .protocol import Backend, KvBackend, Runner
+from ..request import Gpu, Request, gpu_of, has_triton
+from .hopper import HopperBackend
+from .kernels import KernelBackend
+from .protocol import Backend, KvBackend
 from .reference import ReferenceBackend
+from .torch_fused import TorchBackend
+from .triton import TritonBackend
 
-
-class Support(Protocol):
-    """The module `support` of a backend: which calls its kernels run."""
-
-    def unsupported(self, request: Any, gpu: Gpu | None) -> str | None: ...
-
-    def declines(self, request: Any, gpu: Gpu | None) -> str | None: ...
-
-    def has_backward(self, request: Request) -> bool: ...
-
-
-class KernelBackend:
-    """A backend whose folder, called as `name`, has the modules `support`, `launches`, `backward_launches` and
-    `offline`, and may have the modules in OPTIONAL. Its kernels are imported when a runner is made. Terms' gradients
-    and other derivatives are computed by common kernels from any backend's out and lse."""
-
-    OPTIONAL = ("hvp_launches", "mask_words")
-
-    def __init__(self, name: str, reason: str, support: Support, kv: KvBackend, optional: Sequence[str] = ()) -> None:
-        assert set(optional) <= set(self.OPTIONAL)
-        self.name, self.reason, self.support, self.optional = name, reason, support, optional
-        self.kv: KvBackend | None = kv
-
-    def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
-        return self.support.unsupported(request, gpu)
-
-    def declines(self, request: Any, gpu: Gpu | None) -> str | None:
-        return self.support.declines(request, gpu)
-
-    def has_backward(self, request: Request) -> bool:
-        return self.support.has_backward(request)
-
-    def forward_runner(self, request: Request) -> Runner:
-        from .common.kernel_call import KernelCall
-
-        build = self._module("launches").build_forward(request.spec)
-        return KernelCall(build, request.tensors(), request.q.device)
-
-    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
-        from .common.kernel_call import KernelCall, build_backward
-
-        build = build_backward(self._module("backward_launches").named_launches, request.spec)
-        return KernelCall(build, (*request.tensors(), *bwd_inputs), request.q.device)
-
-    def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
-        found: dict[str, Any] = self._module("offline").offline_launches(request, gpu, backward)
-        return found
-
-    def evaluated_mask(self, request: Request) -> tuple[Tensor, ...]:
-        if "mask_words" not in self.optional:
-            return ()
-        found: tuple[Tensor, ...] = self._module("mask_words").evaluated_words(request)
-        return found
-
-    def _module(self, name: str) -> Any:
-        return import_module(f"{__package__}.{self.name}.{name}")
-
-    def term_gradients_runner(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
-        from .common.term_gradients import term_gradients
-
-        return term_gradients(request, bwd_inputs, wanted)
-
-    def lacks_jvp(self, request: Request) -> str | None:
-        from .common.score_terms import lacks_jvp
-
-        return lacks_jvp(request)
-
-    def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        from .common.jvp_launches import jvp
-
-        return jvp(request, out, lse, tangents)
-
-    def lacks_hvp(self, request: Request) -> str | None:
-        from .common.score_terms import lacks_hvp
-
-        return lacks_hvp(request)
-
-    def hvp_runner(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
-        from .common.hvp_launches import build_hvp
-        from .common.kernel_call import KernelCall
-
-        one_pass = self._module("hvp_launches").ONE_PASS if "hvp_launches" in self.optional else None
-        tensors = *request.tensors(), *bwd_inputs, *tangents
-        return KernelCall(build_hvp(request.spec, one_pass), tensors, request.q.device)
-
-
-BACKENDS: tuple[Backend, ...] = (  # in the order of "auto"
-    KernelBackend("hopper", "kernels for this GPU", hopper.support, hopper.KV, KernelBackend.OPTIONAL),
-    KernelBackend("triton", "portable kernels", triton.support, triton.KV),
-    ReferenceBackend(),
-)
+# in the order of "auto"
+BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), TorchBackend(), ReferenceBackend())
 NAMES = ("auto", *(backend.name for backend in reversed(BACKENDS)))
 
 
@@ -121,7 +31,7 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
     >>> from tilewise.request import Spec
     >>> chosen = choose(Request(q, q, q, Spec(scale=1.0)))
     >>> chosen.backend.name, chosen.reason
-    ('reference', 'torch, on any device; triton: the tensors are on the cpu')
+    ('torch', "torch's fused kernels for CPUs; triton: the tensors are on the cpu")
 
     Raises:
         AttentionError: a backend that was named does not support the call, or does not exist.
@@ -133,7 +43,11 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
     if name == "auto":
         rejected = ""
         for backend in able:
-            missing = backend.unsupported(request, gpu) or backend.declines(request, gpu)
+            if gpu is None and isinstance(backend, KernelBackend) and has_triton():
+                device = request.q.device.type
+                missing: str | None = f"the tensors are on {'the ' if device == 'cpu' else ''}{device}"
+            else:
+                missing = backend.unsupported(request, gpu) or backend.declines(request, gpu)
             if missing is None:
                 return Choice(backend, backend.reason + rejected)
             rejected = f"; {backend.name}: {missing}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import Options
+from ..call.options import BackendName, Options
 from ..errors import AttentionError, shown
 from ..plan_cache import is_transformed
 from ..validation.dense import DTYPES, to_bshd
@@ -56,7 +56,7 @@ def moba(
     scale: float | None = None,
     gate: Gate | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor:
     """Causal attention of each query over its own block of keys and the top_k - 1 best blocks before it.
 

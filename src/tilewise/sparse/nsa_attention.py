@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..autograd import for_each_batched_gradient, is_higher_order
+from ..call.options import BackendName
 from ..errors import AttentionError, shown
 from ..mods import mask_mod
 from ..plan_cache import is_transformed
@@ -53,7 +54,7 @@ def nsa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gates: tuple[Tensor, Tensor, Tensor],
+    gates: Sequence[Tensor],
     *,
     block_size: int = 64,
     num_blocks: int = 16,
@@ -62,7 +63,7 @@ def nsa(
     blocks: Tensor | None = None,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor:
     """Native sparse attention: gates[0] * compressed + gates[1] * selected + gates[2] * window, all causal.
 

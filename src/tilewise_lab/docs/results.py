@@ -50,10 +50,10 @@ def list_of_pages(pages: Iterable[str], root: str) -> str:
 
 
 def write_report(file: Path, path: Path) -> None:
-    from tilewise_lab.bench import page, results
+    from tilewise_lab.bench import report, results
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page.render(results.load(file)), encoding="utf-8")
+    path.write_text(report.render(results.load(file)), encoding="utf-8")
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,7 +16,7 @@ import torch
 import triton.compiler
 from triton.compiler.code_generator import CodeGenerator
 
-from tilewise import request
+from tilewise import request, settings
 from tilewise.backends.common import launch as launcher
 from tilewise.backends.common.offline import compiling_for
 from tilewise.backends.common.tiles import chip
@@ -71,11 +70,10 @@ class FrontEnd:
     def on(self, gpu: Gpu) -> Iterator[None]:
         """Within it, tensors on the CPU are taken for tensors on this GPU."""
         self.arch = gpu.arch
-        interpreting = SimpleNamespace(environ={"TRITON_INTERPRET": "1"})
         with (
             compiling_for(gpu.arch),
             mock.patch.object(request, "INTERPRETER", gpu),
-            mock.patch.object(request, "os", interpreting),
+            mock.patch.object(settings, "interprets", return_value=True),
         ):
             yield
 

@@ -25,8 +25,8 @@ from torch.testing import assert_close
 
 import tilewise
 from tests.covering import cases
+from tilewise.adapters.flex import _converted
 from tilewise.compat import flex_attention
-from tilewise.compat.flex import _converted
 
 B, H, S, D = 2, 4, 200, 8
 

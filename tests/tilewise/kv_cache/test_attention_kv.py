@@ -66,6 +66,15 @@ def test_a_tree_of_many_drafts(backend: str) -> None:
     compare(call(x, backend, tree=tree), x, tree=tree.tolist())
 
 
+def test_a_tree_for_the_whole_batch(backend: str) -> None:
+    tree = torch.tensor(TREE[1], dtype=torch.bool)
+    for given in (tree, tree[None]):
+        x = inputs(KvCase((5, 9), queries=3, new=3, dim=16))
+        compare(call(x, backend, tree=given), x, tree=[tree.tolist()] * 2)
+    with pytest.raises(tilewise.AttentionError, match="shape of tree"):
+        call(x, backend, tree=tree[:2, :2])
+
+
 def test_pages_may_be_shared(backend: str) -> None:
     x = inputs(KvCase((30, 30), page=8, dim=16))
     table = x.options["page_table"]

@@ -19,7 +19,7 @@ import tilewise
 from tests import features
 from tests.tilewise.mods.test_expr import PLACE, S, everything
 from tilewise import AttentionError, mods
-from tilewise.compat import flex
+from tilewise.adapters import flex
 from tilewise.mods import modifier, trace
 
 this = sys.modules[__name__]

@@ -39,7 +39,7 @@ class StubBackend:
     def has_backward(self, request: Request) -> bool:
         return True
 
-    def forward_runner(self, request: Request) -> Any:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Any:
         self.requests.append(request._replace(q=None, k=None, v=None))  # type: ignore[arg-type]
 
         def run(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -37,5 +37,6 @@ def stub(kept: PlanCache, monkeypatch: pytest.MonkeyPatch) -> StubBackend:
 
 
 def insert(third: ThirdBackend, monkeypatch: pytest.MonkeyPatch) -> ThirdBackend:
+    plans.clear()  # those of other tests have other backends
     monkeypatch.setattr(registry, "BACKENDS", (third, *registry.BACKENDS))
     return third

@@ -39,6 +39,7 @@ def commands() -> list[str]:
 # What is added to a command, or put in place of its capitals, so that it takes seconds.
 RUN = {
     "./run": "demo --quick --device cpu",
+    "./run bench --help": "",
     "./run fuzz": "--cases 2 --seed 3",
     "./run learn": "",
     "./run plan": "",
@@ -47,7 +48,6 @@ RUN = {
     "tilewise demo": "--quick --device cpu",
     "tilewise explore": "--export page",
     "tilewise explain 64 1 32 128 --hk 8 --kv-lengths 4096 --page 16 --device H200 --backend triton": "",
-    "tilewise explain": "1 128 2 16",
     "tilewise explain B S H D ...": "B=1 S=128 H=2 D=16 ...=",
     "tilewise learn": "",
     "tilewise learn --check 3 answer.py": "",
@@ -56,6 +56,8 @@ RUN = {
     "tilewise learn 3 --checks": "",
     "tilewise learn 3 --exercise": "",
     "tilewise learn 3 --lang zh": "",
+    "./run selftest": "--calls 1 --seconds 2 --device cpu",
+    "tilewise selftest": "--calls 1 --seconds 2 --device cpu",
     "tilewise show-mask FILE.py:NAME": "FILE.py:NAME=own.py:near --queries 64",
     "tilewise show-mask NAME": "NAME=causal",
     "tilewise show-mask document": "",
@@ -114,8 +116,8 @@ NOT_RUN = {
     "./run python -m tests.tilewise.backends.compile_calls --seconds 600 --seed 3": (
         "tests/tilewise/backends/test_calls.py translates some of these calls"
     ),
-    "python bench/cpu.py": "measures for minutes, in many processes",
-    "python bench/features.py terms": GPU,
+    "tilewise bench flex": BENCH,
+    "tilewise bench terms": BENCH,
     "python -m tilewise_lab.emulator.timeline docs/hopper-forward.svg": PICTURE,
     "python -m tilewise_lab.emulator.timeline docs/hopper-backward.svg": PICTURE,
 }

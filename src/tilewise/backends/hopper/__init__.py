@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from ...kv_request import KvRequest
+from ...request import Gpu, Request, Spec
 from ..common.kv import KvKernels
-from . import support as support
+from ..kernels import KernelBackend
+from ..protocol import KvBackend
+from . import support
+
+if TYPE_CHECKING:
+    from ..common.kv.runners import KvLaunches
+    from ..common.launch import Build, Launch
 
 
-def _kv_launches(request: KvRequest) -> Any:
+def _kv_launches(request: KvRequest) -> KvLaunches:
     from . import kv_launches
 
     return kv_launches
 
 
-KV = KvKernels(_kv_launches)
+class HopperBackend(KernelBackend):
+    name = "hopper"
+    reason = "kernels for this GPU"
+    kv: KvBackend | None = KvKernels(_kv_launches)
+
+    def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
+        return support.unsupported(request, gpu)
+
+    def declines(self, request: Any, gpu: Gpu | None) -> str | None:
+        return support.declines(request, gpu)
+
+    def has_backward(self, request: Request) -> bool:
+        return support.has_backward(request)
+
+    def forward_build(self, spec: Spec) -> Build:
+        from .launches import build_forward
+
+        return build_forward(spec)
+
+    def backward_build(self, spec: Spec) -> Build:
+        from ..common.kernel_call import build_backward
+        from .backward_launches import named_launches
+
+        return build_backward(named_launches, spec)
+
+    def hvp_build(self, spec: Spec) -> Build:
+        from ..common.hvp_launches import build_hvp
+        from .hvp_launches import ONE_PASS
+
+        return build_hvp(spec, ONE_PASS)
+
+    def evaluated_mask(self, request: Request) -> tuple[Tensor, ...]:
+        from .mask_words import evaluated_words
+
+        return evaluated_words(request)
+
+    def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
+        from .offline import offline_launches
+
+        return offline_launches(request, gpu, backward)
