@@ -207,6 +207,12 @@ def replaces_sdpa(*, recognise: bool = False) -> Iterator[None]:
 def replace_sdpa(*, recognise: bool = False) -> None:
     """Replaces torch's scaled_dot_product_attention by tilewise's: one line at the start of a program.
 
+    >>> import torch, tilewise
+    >>> theirs = torch.nn.functional.scaled_dot_product_attention
+    >>> with tilewise.replaces_sdpa():  # the same, until the end of the block
+    ...     torch.nn.functional.scaled_dot_product_attention is theirs
+    False
+
         tilewise.replace_sdpa()
         import timm, x_transformers, ...
 

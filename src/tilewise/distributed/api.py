@@ -30,6 +30,12 @@ def use(plan: Plan | None) -> Iterator[Plan | None]:
     """Makes a plan the current one of this thread: `attention` uses it if it gets none, and so do the adapters of
     models.
 
+    >>> import tilewise
+    >>> plan = tilewise.distributed.plan(4, seqlen=10, causal=True)
+    >>> with tilewise.distributed.use(plan):
+    ...     tilewise.distributed.current() is plan
+    True
+
         with tilewise.distributed.use(plan):
             logits = model(plan.shard(tokens), position_ids=plan.positions()[None])
             loss(logits, plan.labels(tokens)).backward()
@@ -147,11 +153,17 @@ def attention(
 ) -> Result:
     """`tilewise.attention` of this rank's queries over the keys of all ranks.
 
-        n = tokens.shape[1]
-        plan = tilewise.distributed.plan(mesh["cp"], seqlen=n, causal=True)
-        x, positions = plan.shard(x), plan.positions()
-        ...
-        out = tilewise.distributed.attention(q, k, v, plan=plan, softcap=30.0)
+    >>> import torch, tilewise
+    >>> import torch.distributed as dist
+    >>> store = dist.HashStore()  # as torchrun does it, here for one rank
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    >>> plan = tilewise.distributed.plan(mesh, seqlen=10, causal=True)
+    >>> q, k, v = plan.shard(*torch.randn(3, 1, 10, 2, 8))
+    >>> out = tilewise.distributed.attention(q, k, v, plan=plan, softcap=30.0)
+    >>> plan.unshard(out).shape
+    torch.Size([1, 10, 2, 8])
+    >>> dist.destroy_process_group()
 
     Exact: the result and the gradients of `attention` (`attention_varlen`) over all tokens, up to float32 rounding of
     the sums, and bitwise reproducible where those are. Mods, ALiBi and dropout use positions in the whole sequence (the

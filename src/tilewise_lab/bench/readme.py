@@ -1,4 +1,5 @@
 """Tables and plots of the documents, made from the kept results: `<!-- bench:NAME -->` to `<!-- /bench:NAME -->`.
+Single numbers are made by `tilewise_lab.bench.kept_rows`.
 
 The newest result of each device counts, GPUs before CPUs. A test renders them again and compares.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tilewise.errors import AttentionError
-from tilewise_lab.bench import charts, report
+from tilewise_lab.bench import charts, kept_rows, report
 from tilewise_lab.bench.charts import label
 from tilewise_lab.bench.machine import slug
 from tilewise_lab.bench.results import Cell, Results, Unit, geometric_mean, load
@@ -84,6 +85,11 @@ def expected(root: Path) -> dict[Path, str]:
         path = root / document
         if path.exists():
             found[path] = fill(path.read_text(encoding="utf-8"), everything, document, root)
+    rows = kept_rows.load(root)
+    for path in kept_rows.documents(root) if rows else ():
+        text = found.get(path) or path.read_text(encoding="utf-8")
+        if kept_rows.has_markers(text):
+            found[path] = kept_rows.fill(text, path.relative_to(root).as_posix(), root, rows)
     return found
 
 

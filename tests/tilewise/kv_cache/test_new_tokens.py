@@ -90,6 +90,19 @@ def test_places_that_do_not_exist(wrong: int, by: str, backend: str) -> None:
         assert torch.equal(caches[0], caches[1])
 
 
+def test_pages_of_the_next_sequence(backend: str) -> None:
+    """Of three with a page each, the second is full: its new token is not written, least of all to the third's page."""
+    caches, new = torch.zeros(2, 3, 4, 1, 8), torch.ones(3, 1, 1, 8)
+    options: Any = {"page_table": (ints(0, 1, 2, 3), ints(0, 1, 2)), "backend": backend}
+    if backend == "reference":
+        with pytest.raises(AttentionError, match="tokens of sequence 1: found 4 in the cache and 1 new"):
+            append_kv(new, new, *caches, ints(0, 4, 2), **options)
+        return
+    append_kv(new, new, *caches, ints(0, 4, 2), **options)
+    for cache in caches:
+        assert cache[..., 0, 0].tolist() == [[1, 0, 0, 0], [0] * 4, [0, 0, 1, 0]]
+
+
 def test_tokens_that_belong_to_no_sequence(backend: str) -> None:
     """Before the first sequence or past the last, a token has no position and no scale: it is not written, even at a
     slot."""

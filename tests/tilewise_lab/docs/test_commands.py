@@ -82,12 +82,10 @@ EXAMPLE = "./run example train_gpt --steps 20"
 NOT_RUN = {
     "./run --here": "adds packages to the Python of the tests; tests/test_run.py",
     "./run bench": BENCH,
+    "./run bench --readme": "writes the documents; tests/tilewise_lab/bench/test_readme.py",
     "./run notebook": "starts JupyterLab; tests/test_run.py",
     "./run package": NETWORK,
     "./run python": "a prompt",
-    "./run python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_context_parallel.py": (
-        "tests/test_train_context_parallel.py runs it, in the slow ring"
-    ),
     "bash .ci/release 0.2.0": "publishes; tests/test_release.py runs it in a repository of its own",
     "tilewise bench": BENCH,
     "tilewise bench models-shapes": BENCH,
