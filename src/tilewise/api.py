@@ -12,17 +12,12 @@ from . import settings
 from .autograd import attend, run_plan
 from .backends.registry import choose
 from .call.fields import ATTENTION, REQUIRED, misplaced
-from .call.options import Options, OtherOptions
+from .call.options import Layout, Options, OtherOptions, OutLse, OutLseMaxLogit, OutMaxLogit, Result
 from .errors import AttentionError
 from .plan_cache import CallPlan, can_use_plan, needs_registered_op, plan_of, plans, positions, signature
 from .validation import dense as validation
 from .validation import nested
 from .validation.offsets import as_int32_offsets, check_max_seqlens
-
-OutLse = tuple[Tensor, Tensor]
-OutMaxLogit = tuple[Tensor, Tensor]
-OutLseMaxLogit = tuple[Tensor, Tensor, Tensor]
-Result = Tensor | OutLse | OutLseMaxLogit
 
 
 @overload
@@ -31,7 +26,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str | None = ...,
+    layout: Layout | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
     **options: Unpack[OtherOptions],
@@ -44,7 +39,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str | None = ...,
+    layout: Layout | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
     **options: Unpack[OtherOptions],
@@ -57,7 +52,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str | None = ...,
+    layout: Layout | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
     **options: Unpack[OtherOptions],
@@ -70,7 +65,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str | None = ...,
+    layout: Layout | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
     **options: Unpack[OtherOptions],
@@ -83,7 +78,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str | None = ...,
+    layout: Layout | None = ...,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
     **options: Unpack[OtherOptions],
@@ -96,7 +91,7 @@ def attention(
     k: Tensor = REQUIRED,
     v: Tensor = REQUIRED,
     *others: Any,
-    layout: str | None = None,
+    layout: Layout | None = None,
     **options: Unpack[Options],
 ) -> Result:
     """Exact attention, softmax(scale * q k^T) v, computed tile by tile in O(S) memory.
@@ -302,14 +297,13 @@ def attention_varlen(
     cu = as_int32_offsets(cu_seqlens_q), as_int32_offsets(cu_seqlens_k)
     q, k, v = validation.to_bshd(q, k, v)
     out, *statistics = _packed(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
-    result: Result = returned(out, statistics, options)
-    return result
+    return returned(out, statistics, options)
 
 
-def returned(out: Tensor, statistics: Sequence[Tensor], options: Options) -> Any:
+def returned(out: Tensor, statistics: Sequence[Tensor], options: Options) -> Result:
     """What a call returns. `statistics`: lse, and with return_max_logit=True the largest score of each head."""
     if options.get("return_lse"):
-        return (out, *statistics)
+        return (out, statistics[0], statistics[1]) if len(statistics) > 1 else (out, statistics[0])
     return (out, statistics[1]) if options.get("return_max_logit") else out
 
 
@@ -323,7 +317,7 @@ def check(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    layout: str | None = None,
+    layout: Layout | None = None,
     **options: Unpack[Options],
 ) -> None:
     """Checks a call of `attention`, or with cu_seqlens of `attention_varlen`, including the contents of its tensors.

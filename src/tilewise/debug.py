@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .backends.reference.scored import weights_of
 from .call.fields import ATTENTION, REQUIRED, misplaced
-from .call.options import Options
+from .call.options import Layout, Options
 from .errors import AttentionError, shown
 from .validation import dense as validation
 
@@ -22,7 +22,7 @@ def weights(
     v: Tensor = REQUIRED,
     *others: Any,
     rows: int | Sequence[int] | Tensor | None = None,
-    layout: str | None = None,
+    layout: Layout | None = None,
     **options: Unpack[Options],
 ) -> Tensor:
     """The softmax weights of some queries in `attention(q, k, v, ...)`, for debugging.

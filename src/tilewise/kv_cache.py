@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from . import settings
 from .backends.protocol import Runner
 from .backends.registry import choose, kv_backend
 from .call.fields import CACHE, REQUIRED, show_required
-from .call.options import KvOptions
+from .call.options import BackendName, KvOptions, OtherKvOptions, OutLse, OutLseMaxLogit, OutMaxLogit, Result
 from .errors import AttentionError
 from .kv_formats import has_token_scales, head_dim, is_latent
 from .kv_request import KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
@@ -26,6 +26,71 @@ from .validation.kv_plan import check_shape, shape_of
 from .validation.kv_rotary import check_positions
 
 
+@overload
+def attention_kv(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor | int,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[OtherKvOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_kv(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor | int,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[OtherKvOptions],
+) -> OutLse: ...
+
+
+@overload
+def attention_kv(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor | int,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    **options: Unpack[OtherKvOptions],
+) -> OutMaxLogit: ...
+
+
+@overload
+def attention_kv(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor | int,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[OtherKvOptions],
+) -> OutLseMaxLogit: ...
+
+
+@overload
+def attention_kv(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor | int,
+    *,
+    return_lse: bool = ...,
+    return_max_logit: bool = ...,
+    **options: Unpack[OtherKvOptions],
+) -> Result: ...
+
+
 @CACHE.shown
 def attention_kv(
     q: Tensor = REQUIRED,
@@ -33,7 +98,7 @@ def attention_kv(
     v_cache: Tensor = REQUIRED,
     lengths: Tensor | int = REQUIRED,
     **options: Unpack[KvOptions],
-) -> Any:
+) -> Result:
     """Attention over a KV cache, dense or paged, for any number of queries of every sequence.
 
     On kernels it does not synchronise. The reference backend reads the lengths.
@@ -79,7 +144,8 @@ def attention_kv(
             dims; the kernels read up to 32 groups. Default 1 for float8.
         v_scale: scale of a quantised v_cache, as k_scale.
         tree: mask among the draft tokens of speculative decoding: tree[b, i, j] is True if query i sees draft j, one of
-            the last Sq keys of the sequence. bool (B, Sq, Sq); packed (T, drafts); or an int64 bit mask for each query.
+            the last Sq keys of the sequence. bool (B, Sq, Sq), or (Sq, Sq) for all sequences; packed (T, drafts); or an
+            int64 bit mask for each query.
         causal: default True. The last query of a sequence is at its last key.
         window: as in `attention`.
         scale: as in `attention`.
@@ -129,11 +195,12 @@ def attention_kv(
     return _returned(results, with_lse)
 
 
-def _returned(results: Sequence[Tensor], with_lse: bool) -> Any:
+def _returned(results: Sequence[Tensor], with_lse: bool) -> Result:
     """What `attention_kv` returns, of out, lse and perhaps max_logit."""
-    out, lse, *max_logit = results
-    found = (out, lse, *max_logit) if with_lse else (out, *max_logit)
-    return found if len(found) > 1 else out
+    if len(results) == 2:
+        return (results[0], results[1]) if with_lse else results[0]
+    out, lse, max_logit = results
+    return (out, lse, max_logit) if with_lse else (out, max_logit)
 
 
 @CACHE.shown
@@ -298,7 +365,7 @@ def append_kv(
     lengths: Tensor | int = REQUIRED,
     *,
     q: Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     **options: Any,
 ) -> Tensor | None:
     """Writes new keys and values into a cache in place, with qk-norm and rotary embedding if given, quantised if the

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .backends.registry import choose
 from .call.fields import CACHE
+from .call.options import BackendName
 from .kv_request import MIN_PREFILL_QUERIES, KvCall, structure_of
 from .ops import kv as ops
 from .request import gpu_of
@@ -37,7 +38,7 @@ class StepLimits(NamedTuple):
         """
         return next((m for m in (1, 1 + self.drafts, MIN_PREFILL_QUERIES - 1) if n <= m), max(self.tokens, n))
 
-    def backend(self, n: int) -> str:
+    def backend(self, n: int) -> BackendName:
         """The backend of a step with at most n queries a sequence. Kernels for prefill are left to "auto"; otherwise by
         name, because "auto" may choose the reference, which reads lengths, and no CUDA graph can."""
         return "triton" if n < MIN_PREFILL_QUERIES else "auto"

@@ -13,12 +13,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from .call.options import Layout
 from .errors import AttentionError, shown
 
 State = tuple[Tensor, Tensor]
 
 
-def merge(*parts: State, layout: str | None = None) -> State:
+def merge(*parts: State, layout: Layout | None = None) -> State:
     """Attention over the union of disjoint sets of keys, from `attention(..., return_lse=True)` over each of them.
 
     >>> # (batch, tokens, heads, dim) and (batch, heads, tokens)

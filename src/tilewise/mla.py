@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import settings
 from .call.fields import REQUIRED, show_required
-from .call.options import PageTable
+from .call.options import BackendName, PageTable
 from .errors import AttentionError
 from .kv_cache import attention_kv
 from .kv_formats import BYTES, LATENT, WIDTH
@@ -43,7 +43,7 @@ class MlaOptions(TypedDict, total=False):
     plan: KvPlan | None
     split: int | None
     max_seqlen_q: int | None
-    backend: str
+    backend: BackendName
 
 
 @overload
@@ -93,7 +93,7 @@ def attention_mla(
     plan: KvPlan | None = None,
     split: int | None = None,
     max_seqlen_q: int | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head latent attention, absorbed: keys of 576 numbers. Their first 512 are also the values.
 
@@ -145,10 +145,8 @@ def attention_mla(
     if indices is None:
         options |= {"page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "cache_rows": cache_rows}
         options |= {"causal": causal, "max_seqlen_q": max_seqlen_q, "out": out}
-        found: Any = attention_kv(
-            call.q, call.k, call.v, call.lengths, return_lse=return_lse, **call.options, **options
-        )
-        return found  # type: ignore[no-any-return]
+        results = attention_kv(call.q, call.k, call.v, call.lengths, return_lse=return_lse, **call.options, **options)
+        return results  # type: ignore[return-value]  # two at most: no max_logit
     for name, x in (("page_table", page_table), ("cu_seqlens_q", cu_seqlens_q), ("cache_rows", cache_rows)):
         if x is not None:
             raise AttentionError(name, "given with indices", "None: indices are slots of the cache")

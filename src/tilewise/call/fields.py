@@ -78,6 +78,7 @@ class Table:
         self.fields = {field.name: field for field in fields}
         self.defaults: dict[str, Any] = {field.name: field.default for field in fields}
         self.checks = {field.name: field.check for field in fields if field.check is not None}
+        self.own_names = {theirs: field.name for field in fields for theirs in field.elsewhere}  # for adapters
         self.elsewhere = {**foreign}
         for field in fields:
             self.elsewhere |= field.elsewhere
@@ -150,7 +151,7 @@ def number(name: str, x: Any, expected: str) -> float:
     except (TypeError, ValueError):
         raise AttentionError(name, shown(x), expected) from None
     if not -math.inf < found < math.inf:  # isfinite, which torch.compile does not trace
-        raise AttentionError(name, x, expected)
+        raise AttentionError(name, shown(x), expected)
     return found
 
 
@@ -277,13 +278,14 @@ _ATTENTION = (
         "float | None",
         "factor of q.k. Default 1 / sqrt(D). Zero and negative values are allowed.",
         check=factor,
-        elsewhere={"softmax_scale": "scale="},
+        elsewhere={"softmax_scale": "scale=", "scaling": "scale="},
     ),
     Field(
         "softcap",
         "float | None",
         "if given, a score s becomes softcap * tanh(s / softcap).",
         check=positive,
+        elsewhere={"logit_cap": "softcap=", "logits_soft_cap": "softcap="},
     ),
     Field(
         "bias",
@@ -365,7 +367,7 @@ _ATTENTION = (
     ),
     Field(
         "precision",
-        "str | None",
+        'Literal["fp8"] | None',
         """"fp8": q, k and v are quantised to float8_e4m3fn, with a float32 scale for each block, and multiplied
         by fp8 tensor cores (the how-to on fp8 says how, and how large the error is). Forward only: it raises
         if a gradient is needed. Default None: products in q's dtype.""",
@@ -373,7 +375,7 @@ _ATTENTION = (
     ),
     Field(
         "backend",
-        "str",
+        "BackendName",
         """"reference" (torch, any device), "torch" (torch's fused kernels, CPUs), "triton" (GPUs), "hopper" (sm_90), or
         "auto".""",
         default="auto",
@@ -410,6 +412,7 @@ _CACHE = (
         "cu_seqlens_new",
         "Tensor | None",
         """int32 (B + 1,): offsets of the sequences in packed k_new and v_new. Default cu_seqlens_q.""",
+        elsewhere={"cu_seqlens_k_new": "cu_seqlens_new="},
     ),
     Field(
         "page_table",
@@ -472,8 +475,8 @@ _CACHE = (
         "tree",
         "Tensor | None",
         """mask among the draft tokens of speculative decoding: tree[b, i, j] is True if query i sees draft j,
-        one of the last Sq keys of the sequence. bool (B, Sq, Sq); packed (T, drafts); or an int64 bit mask
-        for each query.""",
+        one of the last Sq keys of the sequence. bool (B, Sq, Sq), or (Sq, Sq) for all sequences; packed
+        (T, drafts); or an int64 bit mask for each query.""",
     ),
     _same("causal", "default True. The last query of a sequence is at its last key.", default=True),
     _same("window"),

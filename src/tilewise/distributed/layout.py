@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import accumulate, pairwise
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -212,7 +212,8 @@ def _zigzag_part(document: int, n: int, begin: float, end: float) -> list[Run]:
     return [Run(document, a, 1, b - a), Run(document, n - b, 1, b - a)] if b > a else []
 
 
-LAYOUTS: dict[str, Callable[[Sequence[int], int], list[Shard]]] = {
+TokenLayout = Literal["contiguous", "zigzag", "striped", "document"]
+LAYOUTS: dict[TokenLayout, Callable[[Sequence[int], int], list[Shard]]] = {
     "contiguous": contiguous,
     "zigzag": zigzag,
     "striped": striped,

@@ -9,16 +9,17 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from ..tensor_cache import TensorCache
-from .layout import LAYOUTS, Run, Shard, cacheable, merge_ranges, merge_runs
+from .layout import LAYOUTS, Run, Shard, TokenLayout, cacheable, merge_ranges, merge_runs
 from .tiles import Band, Call, Piece, count, fuse, group, pieces, strip, tiles
 
-STRATEGIES = ("ring", "allgather", "ulysses", "two-level", "halo", "tree")
+Strategy = Literal["ring", "allgather", "ulysses", "two-level", "halo", "tree"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 GATHERING = ("allgather", "halo")  # the strategies that send each rank all keys it needs in one exchange
 COUNTED_TOGETHER = 1 << 22  # pairs of runs in one tensor operation
 MIN_TENSOR_BYTES, TENSOR_BYTES_OF_TOKEN = 8 << 20, 64  # that a plan keeps: indices have 8 bytes for each token
@@ -55,8 +56,8 @@ class Partition:
     lengths: tuple[int, ...]  # of the documents; a dense sequence is one document
     packed: bool  # whether the documents were given as cu_seqlens
     band: Band
-    strategy: str
-    layout: str
+    strategy: Strategy
+    layout: TokenLayout
     ulysses_size: int = 1
     queries: int = 0  # strategy "tree": their number; they are the last of the sequence, and on all ranks
 
@@ -230,7 +231,7 @@ class Partition:
 
 @lru_cache(16)
 @cacheable
-def _shards(layout: str, lengths: tuple[int, ...], ranks: int) -> list[Shard]:
+def _shards(layout: TokenLayout, lengths: tuple[int, ...], ranks: int) -> list[Shard]:
     """Cached: the plans of a batch, and those compared for it, have the same shards."""
     return LAYOUTS[layout](lengths, ranks)
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,8 +22,8 @@ from ..tensor_cache import device_of
 from ..torch_internals import constant
 from ..validation.dense import tensor
 from .cluster import compare, gathered, group_of
-from .layout import LAYOUTS, positions, starts, token_index
-from .partition import STRATEGIES, Partition
+from .layout import LAYOUTS, TokenLayout, positions, starts, token_index
+from .partition import STRATEGIES, Partition, Strategy
 from .tiles import Band
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Plan(Partition):
     def __post_init__(self) -> None:
         _by_number[self.number] = self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Plan], tuple[object, ...]]:
         """Without the number: another process gives it its own."""
         return Plan, tuple(getattr(self, x.name) for x in fields(self) if x.name != "number")
 
@@ -85,7 +85,7 @@ class Plan(Partition):
             "a plan of a mesh; or rank=...",
         )
 
-    def index(self, rank: int | None = None, device: Any = None) -> Tensor:
+    def index(self, rank: int | None = None, device: torch.device | str | None = None) -> Tensor:
         """The indices in the whole sequence of the tokens that a rank holds.
 
         Args:
@@ -100,7 +100,7 @@ class Plan(Partition):
         """
         return self._index(rank, device).clone()
 
-    def positions(self, rank: int | None = None, device: Any = None) -> Tensor:
+    def positions(self, rank: int | None = None, device: torch.device | str | None = None) -> Tensor:
         """The positions within their documents of the tokens that a rank holds, for RoPE.
 
         >>> plan(4, seqlen=10, causal=True).positions(rank=1)
@@ -124,7 +124,7 @@ class Plan(Partition):
             raise AttentionError("rank", rank, f"0 to {self.ranks - 1}, of {self!r}")
         return rank
 
-    def _index(self, rank: int | None, device: Any) -> Tensor:
+    def _index(self, rank: int | None, device: torch.device | str | None) -> Tensor:
         """`index`, kept: not to be changed, or returned to users."""
         rank, device = self._checked(rank), device_of(device)
 
@@ -133,7 +133,15 @@ class Plan(Partition):
 
         return made() if torch.compiler.is_compiling() else self.tensors.get(("index", rank), device, made)
 
-    def shard(self, *tensors: Tensor, dim: int = 1, rank: int | None = None) -> Any:
+    @overload
+    def shard(self, x: Tensor, /, *, dim: int = ..., rank: int | None = ...) -> Tensor: ...
+
+    @overload
+    def shard(
+        self, x: Tensor, y: Tensor, /, *others: Tensor, dim: int = ..., rank: int | None = ...
+    ) -> tuple[Tensor, ...]: ...
+
+    def shard(self, *tensors: Tensor, dim: int = 1, rank: int | None = None) -> Tensor | tuple[Tensor, ...]:
         """The parts of whole tensors that a rank holds.
 
         >>> plan(2, seqlen=8, causal=True).shard(torch.arange(8), dim=0, rank=0)
@@ -200,8 +208,7 @@ class Plan(Partition):
         shifted = tokens.roll(-1, dim)
         ends = torch.tensor(starts(self.lengths)[1:], device=tokens.device)
         ends = ends[torch.tensor(self.lengths, device=tokens.device) > 0] - 1
-        result: Tensor = self.shard(shifted.index_fill(dim, ends, ignore), dim=dim, rank=rank)
-        return result
+        return self.shard(shifted.index_fill(dim, ends, ignore), dim=dim, rank=rank)
 
     def banded(self, *, causal: bool = False, window: Window | None = None) -> Plan:
         """The plan with the same tokens on the same ranks and another mask, for models whose layers differ.
@@ -243,14 +250,14 @@ class Plan(Partition):
         return simulate(self if ranks is None else replan(self, ranks=ranks), machine, **shape)
 
 
-def compared(of: Plan) -> tuple[Any, ...]:
+def compared(of: Plan) -> tuple[object, ...]:
     """What all ranks must agree on, as `COMPARED` names it."""
     mask = None if of.mask is None else described(of.mask.key, of.mask.numbers, of.mask.tensors)
     lengths = of.lengths if of.packed else of.tokens
     return lengths, of.band, mask, of.strategy, of.layout, of.queries, (of.ulysses_size, of.node)
 
 
-def described(key: str | None, numbers: tuple[float, ...], tensors: Sequence[Tensor]) -> Any:
+def described(key: str | None, numbers: tuple[float, ...], tensors: Sequence[Tensor]) -> object:
     """A mod for `compare`: without the contents of its tensors."""
     return key and (key, numbers, *((tuple(x.shape), x.dtype) for x in tensors))
 
@@ -273,8 +280,8 @@ def plan(
     causal: bool = False,
     window: Window | None = None,
     mask: Mod | None = None,
-    strategy: str = "auto",
-    layout: str = "auto",
+    strategy: Strategy | Literal["auto"] = "auto",
+    layout: TokenLayout | Literal["auto"] = "auto",
     heads: int | None = None,
     queries: int = 1,
     node: int | None = None,
@@ -338,8 +345,8 @@ class Arguments(NamedTuple):
     causal: bool
     window: Window | None
     mask: Mod | None
-    strategy: str
-    layout: str
+    strategy: Strategy | Literal["auto"]
+    layout: TokenLayout | Literal["auto"]
     heads: int | None
     queries: int
     node: int | None
@@ -402,7 +409,7 @@ def replan(of: Plan, *, ranks: int | None = None, band: Band | None = None) -> P
 
 
 @constant
-def _strategy(*question: Any) -> str:
+def _strategy(*question: Any) -> Strategy:
     """`_found_strategy`, which torch.compile does not trace."""
     return _found_strategy(*question)
 
@@ -410,12 +417,12 @@ def _strategy(*question: Any) -> str:
 @lru_cache(MAX_PLANS)
 def _found_strategy(
     ranks: int, lengths: tuple[int, ...], band: Band, node: int, heads: int | None, packed: bool
-) -> str:
+) -> Strategy:
     """The strategy of "auto". "halo" if no rank then receives more keys than two and a half ranks hold, or 15 % of all:
     a training step on simulated H200s takes on average 2 % longer than with the faster of both strategies. Else
     "two-level" on several nodes, unless a node has more GPUs than there are heads; else "ring"."""
     is_two_level = ranks > node > 1 and ranks % node == 0 and (heads is None or heads >= node)
-    dense = "two-level" if is_two_level else "ring"
+    dense: Strategy = "two-level" if is_two_level else "ring"
     if ranks == 1 or not sum(lengths) or not (packed or None not in band):
         return dense
     halo = Partition(ranks, lengths, packed, band, "halo", _layout("halo", band, packed))
@@ -423,7 +430,7 @@ def _found_strategy(
     return "halo" if received <= sum(lengths) * max(2.5 / ranks, 0.15) else dense
 
 
-def _layout(strategy: str, band: Band, packed: bool) -> str:
+def _layout(strategy: Strategy, band: Band, packed: bool) -> TokenLayout:
     """The layout of "auto"."""
     before, after = band
     if strategy in ("ulysses", "tree"):

@@ -16,7 +16,7 @@ from ..errors import AttentionError, shown
 from ..request import Request, band
 from .dropout import is_whole
 from .expr import B, H, I, J, arithmetic, compare, const, load, logic
-from .modifier import as_mod
+from .modifier import MaskMod, as_mod
 from .program import Mod, Program, check_tables, register
 from .tile_lists import (
     Band,
@@ -91,7 +91,7 @@ class BlockMask(NamedTuple):
         cu = None if self.cu_seqlens is None else (self.cu_seqlens[0].to(device), self.cu_seqlens[1].to(device))
         return self._replace(mod=self.mod.to(device), lists=(a, b, c, d), cu_seqlens=cu)
 
-    def queries(self, start: int, stop: int, *, n_k: int | None = None, mod: Any = None) -> BlockMask:
+    def queries(self, start: int, stop: int, *, n_k: int | None = None, mod: MaskMod | None = None) -> BlockMask:
         """The mask of some queries of the sequence, such as the newest ones while decoding.
 
         >>> from tilewise.mods import block_diagonal
@@ -139,7 +139,7 @@ class BlockMask(NamedTuple):
         lists = new_lists(mod, sizes, self.band, self.block, device)
         return BlockMask(mod, lists, self.block, sizes, self.band)
 
-    def grown(self, tokens: int, *, mod: Any = None) -> BlockMask:
+    def grown(self, tokens: int, *, mod: MaskMod | None = None) -> BlockMask:
         """The mask of the sequence with more queries and as many more keys at its end.
 
         >>> from tilewise.mods import block_diagonal
@@ -260,7 +260,7 @@ def _counted(batch: int, heads: int) -> tuple[int | None, int | None]:
 
 
 def block_mask(
-    mod: Mod,
+    mod: MaskMod,
     n_q: int,
     n_k: int,
     *,
@@ -306,14 +306,14 @@ def block_mask(
     """
     if not all(is_whole(n) and n >= 1 for n in (n_q, n_k, batch, heads)):
         raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "ints, all at least 1")
-    mod = as_mod("mask", mod)
-    check_mask(mod, block, {"b": batch, "h": heads})
-    device = torch.device(device or (mod.tensors[0].device if mod.tensors else "cpu"))
-    check_devices(mod, device)
-    check_tables(mod, (*_counted(batch, heads), n_q, n_k))
+    made: Mod = as_mod("mask", mod)
+    check_mask(made, block, {"b": batch, "h": heads})
+    device = torch.device(device or (made.tensors[0].device if made.tensors else "cpu"))
+    check_devices(made, device)
+    check_tables(made, (*_counted(batch, heads), n_q, n_k))
     edges = band(causal, window)
     sizes = batch, heads, n_q, n_k
-    return BlockMask(mod, new_lists(mod, sizes, edges, block, device), block, sizes, edges)
+    return BlockMask(made, new_lists(made, sizes, edges, block, device), block, sizes, edges)
 
 
 def listed(
@@ -357,7 +357,7 @@ def _overlaps(n: int, size: int, tiles: int, device: torch.device) -> Tensor:
 
 
 def block_mask_varlen(
-    mod: Mod,
+    mod: MaskMod,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
@@ -412,18 +412,18 @@ def block_mask_varlen(
     if batch < 1 or cu_seqlens_k.shape[0] - 1 != batch:
         counts = batch, cu_seqlens_k.shape[0] - 1
         raise AttentionError("sequences of a block mask", counts, "as many of q as of k, at least 1")
-    mod = as_mod("mask", mod)
-    check_mask(mod, block, {"h": heads})
-    check_devices(mod, cu_seqlens_q.device)
+    made: Mod = as_mod("mask", mod)
+    check_mask(made, block, {"h": heads})
+    check_devices(made, cu_seqlens_q.device)
     edges, tokens, lengths = band(causal, window), None, None
     if not torch.compiler.is_compiling():
         lengths = lengths_of(cu_seqlens_q, cu_seqlens_k)
-        check_tables(mod, (*_counted(batch, heads), *(max(1, *x) for x in lengths)))
+        check_tables(made, (*_counted(batch, heads), *(max(1, *x) for x in lengths)))
         tokens = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
     n_q, n_k = largest("q", max_seqlen_q, lengths), largest("k", max_seqlen_k, lengths)
     shape = batch, heads, n_q, n_k
     cu = cu_seqlens_q.clone(), cu_seqlens_k.clone()  # the caller may change the tensors later
-    return BlockMask(mod, new_packed_lists(mod, cu, lengths, shape, edges, block), block, shape, edges, tokens, cu)
+    return BlockMask(made, new_packed_lists(made, cu, lengths, shape, edges, block), block, shape, edges, tokens, cu)
 
 
 def check_block_mask(

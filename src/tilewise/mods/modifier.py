@@ -17,9 +17,10 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVarTuple, overload
 from weakref import WeakValueDictionary
 
 import torch
@@ -37,7 +38,12 @@ from .program import Mod, Program, kind_of, register
 
 PAIR = (expr.B, expr.H, expr.I, expr.J)
 
-_modifiers: WeakValueDictionary[str, Modifier] = WeakValueDictionary()
+# What a mod's function captures: the arguments of a call. Each decorator has three overloads: functions that need no
+# argument, functions with arguments, and functions with keyword-only lengths, whose arguments cannot be typed. (mypy
+# does not distinguish the first two, and yet chooses the right one.)
+Captures = TypeVarTuple("Captures")
+
+_modifiers: WeakValueDictionary[str, AnyModifier] = WeakValueDictionary()
 # The paths of traces, by the code of the functions and what is compiled in. The key of the program or the args of the
 # error, by these, the paths and the states of the values there.
 _paths: Bounded[Any, tuple[tuple[Path, ...], ...]] = Bounded(LIMIT)
@@ -48,7 +54,7 @@ COMPARED = (bool, int, float, CodeType)
 _numbers = count()
 
 
-class Modifier:
+class Modifier(Generic[*Captures]):
     """A decorated function; calling it with its tensors and numbers gives a `Mod`."""
 
     def __init__(self, function: Callable[..., Any], kind: str, grad: Callable[..., Any] | None = None) -> None:
@@ -71,7 +77,8 @@ class Modifier:
         self.id = f"{function.__name__}-{next(_numbers)}"
         _modifiers[self.id] = self
 
-    def __call__(self, *args: Any) -> Mod:
+    def __call__(self, *captured: *Captures) -> Mod:
+        args: tuple[Any, ...] = captured
         missing = len(self.parameters) - len(args)
         if 0 < missing <= len(self.defaults):
             args = (*args, *self.defaults[-missing:])
@@ -113,7 +120,49 @@ def _call_signature(function: Callable[..., Any], names: Sequence[str]) -> inspe
     return inspect.Signature([known[name] for name in names])
 
 
-def score_mod(function: Callable[..., Any] | None = None, *, grad: Callable[..., Any] | None = None) -> Any:
+AnyModifier = Modifier[*tuple[Any, ...]]
+ScoreMod = Mod | AnyModifier | Callable[..., Tensor | float]  # what is accepted as score_mod
+MaskMod = Mod | AnyModifier | Callable[..., Tensor | bool]
+
+
+class ScoreDecorator(Protocol):
+    """`score_mod` with a `grad`."""
+
+    @overload
+    def __call__(self, function: Callable[[Any, Any, Any, Any, Any], Any], /) -> AnyModifier: ...
+    @overload
+    def __call__(  # type: ignore[overload-cannot-match]
+        self, function: Callable[[Any, Any, Any, Any, Any, *Captures], Any], /
+    ) -> Modifier[*Captures]: ...
+    @overload
+    def __call__(self, function: Callable[..., Any], /) -> AnyModifier: ...  # type: ignore[overload-cannot-match]
+
+
+@overload
+def score_mod(
+    function: Callable[[Any, Any, Any, Any, Any], Any], *, grad: Callable[..., Any] | None = None
+) -> AnyModifier: ...
+
+
+@overload
+def score_mod(  # type: ignore[overload-cannot-match]
+    function: Callable[[Any, Any, Any, Any, Any, *Captures], Any], *, grad: Callable[..., Any] | None = None
+) -> Modifier[*Captures]: ...
+
+
+@overload
+def score_mod(  # type: ignore[overload-cannot-match]
+    function: Callable[..., Any], *, grad: Callable[..., Any] | None = None
+) -> AnyModifier: ...
+
+
+@overload
+def score_mod(function: None = None, *, grad: Callable[..., Any] | None = None) -> ScoreDecorator: ...
+
+
+def score_mod(
+    function: Callable[..., Any] | None = None, *, grad: Callable[..., Any] | None = None
+) -> AnyModifier | ScoreDecorator:
     """Decorate `f(score, b, h, q_idx, kv_idx, *captured) -> score`, a function of one pair in plain Python.
 
     >>> @score_mod
@@ -141,11 +190,25 @@ def score_mod(function: Callable[..., Any] | None = None, *, grad: Callable[...,
             mod is made.
     """
     if function is None:
-        return lambda f: Modifier(f, "score", grad)
+        return partial(Modifier, kind="score", grad=grad)
     return Modifier(function, "score", grad)
 
 
-def mask_mod(function: Callable[..., Any]) -> Modifier:
+@overload
+def mask_mod(function: Callable[[Any, Any, Any, Any], Any]) -> AnyModifier: ...
+
+
+@overload
+def mask_mod(  # type: ignore[overload-cannot-match]
+    function: Callable[[Any, Any, Any, Any, *Captures], Any],
+) -> Modifier[*Captures]: ...
+
+
+@overload
+def mask_mod(function: Callable[..., Any]) -> AnyModifier: ...  # type: ignore[overload-cannot-match]
+
+
+def mask_mod(function: Callable[..., Any]) -> AnyModifier:
     """Decorate `f(b, h, q_idx, kv_idx, *captured) -> bool`: True where the query sees the key.
 
     >>> @mask_mod

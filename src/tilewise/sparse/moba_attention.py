@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import Options
+from ..call.options import BackendName, Options
 from ..errors import AttentionError, shown
 from ..plan_cache import is_transformed
 from ..validation.dense import DTYPES, to_bshd
@@ -25,6 +25,11 @@ _library.define("blocks_by_mean_key(Tensor q, Tensor k, SymInt block_size, SymIn
 @named
 def mean_key_gate(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     """How much a query wants a block: q . mean(the block's keys).
+
+    >>> import torch
+    >>> q, k = torch.randn(2, 256, 4, 16), torch.randn(2, 256, 2, 16)
+    >>> mean_key_gate(q, k, 64).shape  # 4 blocks
+    torch.Size([2, 256, 4, 4])
 
     Args:
         q: queries (B, S, H, D).
@@ -56,7 +61,7 @@ def moba(
     scale: float | None = None,
     gate: Gate | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor:
     """Causal attention of each query over its own block of keys and the top_k - 1 best blocks before it.
 

@@ -21,7 +21,7 @@ from ..api import attention
 from ..autograd import first_gradients
 from ..backends.protocol import Backend
 from ..backends.registry import supporting
-from ..call.options import Options
+from ..call.options import BackendName, Options
 from ..errors import AttentionError, shown
 from ..mods import BlockMask, block_mask, mask_mod
 from ..ops.dense import registered
@@ -97,7 +97,7 @@ def neighborhood(
     dilation: int | Sequence[int] = 1,
     causal: bool | Sequence[bool] = False,
     scale: float | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor:
     """Attention of each token of a grid over the kernel_size nearest tokens along every axis.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..autograd import for_each_batched_gradient, is_higher_order
+from ..call.options import BackendName
 from ..errors import AttentionError, shown
 from ..mods import mask_mod
 from ..plan_cache import is_transformed
@@ -53,7 +54,7 @@ def nsa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gates: tuple[Tensor, Tensor, Tensor],
+    gates: Sequence[Tensor],
     *,
     block_size: int = 64,
     num_blocks: int = 16,
@@ -62,7 +63,7 @@ def nsa(
     blocks: Tensor | None = None,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor:
     """Native sparse attention: gates[0] * compressed + gates[1] * selected + gates[2] * window, all causal.
 
@@ -181,6 +182,13 @@ def selected_blocks(
 ) -> Tensor:
     """A query's own block, and the blocks before it with the most weight in the compressed branch, summed over the
     query heads of the KV head.
+
+    >>> import torch
+    >>> q, keys = torch.randn(2, 256, 4, 16), torch.randn(2, 16, 2, 16)
+    >>> lse = torch.zeros(2, 4, 256)
+    >>> chosen = selected_blocks(q, keys, lse, block_size=16, num_blocks=3)
+    >>> chosen.shape, int(chosen[0, 40, 0, 0])  # query 40 is in block 2
+    (torch.Size([2, 256, 2, 3]), 2)
 
     Args:
         q: queries (B, S, H, D).

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import isfinite
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ..autograd import for_each_batched_gradient
+from ..call.options import BackendName
 from ..errors import AttentionError, shown
 from ..plan_cache import is_transformed
 from ..request import Gpu, gpu_of
@@ -35,6 +36,48 @@ _library.define(
 _library.define("checked_indices(Tensor indices, SymInt keys) -> Tensor")
 
 
+@overload
+def topk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | int,
+    indices: Tensor,
+    *,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+    backend: BackendName = ...,
+) -> Tensor: ...
+
+
+@overload
+def topk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | int,
+    indices: Tensor,
+    *,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+    backend: BackendName = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def topk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | int,
+    indices: Tensor,
+    *,
+    scale: float | None = ...,
+    return_lse: bool,
+    deterministic: bool | None = ...,
+    backend: BackendName = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def topk(
     q: Tensor,
     k: Tensor,
@@ -44,7 +87,7 @@ def topk(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query over exactly the keys that it names.
 

@@ -364,6 +364,8 @@ def _tree(tree: Tensor, q: Tensor, cu_q: Tensor | None) -> Tensor:
     if tree.dtype != torch.bool:
         raise AttentionError("dtype of tree", tree.dtype, "torch.bool, or torch.int64 for bits")
     shape = (tokens, "drafts") if cu_q is not None else (*q.shape[:2], q.shape[1])
+    if cu_q is None and (tree.dim() == 2 or tree.shape[:1] == (1,)):
+        tree = tree.expand(q.shape[0], *tree.shape[-2:])  # one tree for the whole batch
     if tree.dim() != len(shape) or any(isinstance(b, int) and a != b for a, b in zip(tree.shape, shape, strict=True)):
         raise AttentionError("shape of tree", tuple(tree.shape), str(shape))
     if tokens and not tree.shape[-1]:

@@ -8,6 +8,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from pathlib import Path
 
 from tilewise.distributed import plan
+from tilewise.distributed.partition import Strategy
 from tilewise_lab import asked
 from tilewise_lab.costs.context_parallel import Estimate, advised, estimate
 from tilewise_lab.costs.devices import ITEMSIZE
@@ -15,7 +16,7 @@ from tilewise_lab.plan.gantt import gantt
 
 __all__ = ["advised", "compare", "configure", "number", "run"]
 MAX_RANKS, MAX_TOKENS = 1024, 1 << 40
-STRATEGIES = ("ring", "two-level", "halo", "allgather", "ulysses")
+STRATEGIES: tuple[Strategy, ...] = ("ring", "two-level", "halo", "allgather", "ulysses")
 
 
 def number(text: str) -> int:
