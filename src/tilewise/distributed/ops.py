@@ -114,7 +114,7 @@ class Distributed(torch.autograd.Function):
         return out, lse, *max_logit
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each access
         tensors, saved = kept[: ctx.n], kept[ctx.n :]
         request = Request.of(ctx.spec, tensors)
@@ -179,7 +179,7 @@ class Rehearsed(torch.autograd.Function):
         return plan.unshard([x[0] for x in found]), plan.unshard([x[1] for x in found], 2), *max_logit
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         plan, request = ctx.plan, Request.of(ctx.spec, ctx.saved_tensors)
         wanted = _wanted(request.spec, ctx.needs_input_grad[5:])
         dout = _zeros_of_out(request) if dout is None else dout
