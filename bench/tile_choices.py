@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -36,10 +37,9 @@ from tilewise.call.fields import ATTENTION
 from tilewise.request import Request
 from tilewise.validation import dense as checks
 from tilewise_lab.bench.cases import Case, Inputs
-from tilewise_lab.bench.model_shapes import shapes
 from tilewise_lab.bench.providers import roster
-from tilewise_lab.bench.shapes_compile import request_of
-from tilewise_lab.bench.shapes_time import in_turns
+from tilewise_lab.bench.shapes import shapes
+from tilewise_lab.bench.sweep import in_turns, request_of
 from tilewise_lab.costs.compiled import compile_for
 
 TABLE = "table"
@@ -146,7 +146,8 @@ def time_shape(number: int, case: Case, tiles: list[ForwardTile], fa3: Any) -> N
             run()
         expected = works[TABLE][1].float()
         away = {name: (out.float() - expected).abs().max().item() for name, (_, out) in works.items()}
-        times = in_turns({name: run for name, (run, _) in works.items()} | {"fa3": fa3.forward(case, x)}, device)
+        found = in_turns({name: run for name, (run, _) in works.items()} | {"fa3": fa3.forward(case, x)}, device)
+        times = {name: statistics.median(each) for name, each in found.items()}
     print(f"{number} {case.key}: fa3 {1e6 * times['fa3']:.1f} us")
     for name in works:
         wrong = "" if away[name] < 0.05 else f" WRONG {away[name]}"

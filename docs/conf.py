@@ -67,6 +67,11 @@ html_theme = "furo"
 html_title = "tilewise"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["sidebar.js"]
+html_favicon = "_static/favicon.svg"
+html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
+html_domain_indices = False
+html_use_index = False
 templates_path = ["_templates"]
 html_theme_options = {
     "top_of_page_buttons": ["view"]

@@ -132,6 +132,28 @@ def rows(name: str) -> Any:
     return pytest.mark.parametrize("row", found, ids=[f"{n}: {label(row)}" for n, row in enumerate(found, 1)])
 
 
+def every_value(name: str) -> Any:
+    """The decorator of a test that runs for rows of a table in which every value occurs, and with --all for each row:
+    for a test that takes seconds."""
+    import pytest
+
+    found, seen = table(name), set[tuple[str, str]]()
+    params = []
+    left = list(found)
+    chosen = []
+    while left:
+        best = max(left, key=lambda row: len(set(row.items()) - seen))
+        if not set(best.items()) - seen:
+            break
+        seen |= set(best.items())
+        chosen.append(best)
+        left.remove(best)
+    for n, row in enumerate(found, 1):
+        marks = () if row in chosen else pytest.mark.full
+        params.append(pytest.param(row, marks=marks, id=f"{n}: {label(row)}"))
+    return pytest.mark.parametrize("row", params)
+
+
 def cases(names: str, always: Iterable[Any], more: Iterable[Any] = (), ids: Any = None) -> Any:
     """The decorator of a test that runs for each of `always`, and with --all for the others of `more` too."""
     import pytest
@@ -204,6 +226,25 @@ def layouts() -> Factors:
     )
 
 
+def plain() -> Factors:
+    """Calls without score terms, which torch's fused kernels compute. More than 512 keys are several of their tiles."""
+    names = ("bshd", "bhsd", "bdsh", "qkv", "strided")
+    return Factors(
+        {
+            "tokens": ("1x1", "1x40", "1x700", "33x33", "20x50", "50x20", "600x600", "300x700"),
+            "dtype": ("float32", "float16", "bfloat16", "float64"),
+            "heads": HEADS,
+            "dims": ("1", "5", "16", "40", "64"),
+            "band": ("full", "causal", "wide"),
+            "scale": ("-", "0.3", "0", "-0.2"),
+            "batch": ("1", "3"),
+            "layout": names,
+            "dout": ("bshd", "heads", "strided"),
+            "dlse": ("no", "dlse"),
+        },
+    )
+
+
 def nan() -> Factors:
     """A number that is not finite, and what may hide it."""
     return Factors(
@@ -269,6 +310,7 @@ def cache() -> Factors:
 TABLES: dict[str, Callable[[], Factors]] = {
     "attention": attention,
     "layouts": layouts,
+    "plain": plain,
     "nan": nan,
     "cache": cache,
 }

@@ -115,7 +115,7 @@ def __dir__() -> list[str]:
 
 
 def _activate() -> Any:
-    from .integrations.flash_registry import activate
+    from .adapters.torch_registry import activate
 
     return activate()
 
@@ -147,12 +147,11 @@ def explain(
 ) -> "Explanation":
     """What a call of `attention` or `attention_varlen` would run, what it costs and what would make it faster.
 
-        # on the device of the tensors
-        tilewise.explain(q, k, v, causal=True)
-
-        # shapes are enough
-        q, kv = (4, 4096, 16, 128), (4, 4096, 4, 128)
-        tilewise.explain(q, kv, kv, device="H200")
+    >>> import tilewise
+    >>> q, kv = (4, 4096, 16, 128), (4, 4096, 4, 128)  # or the tensors
+    >>> told = tilewise.explain(q, kv, kv, causal=True, device="H200", show=False)
+    >>> told.backend  # print(told) shows all of it
+    'hopper'
 
     Args:
         q: a tensor on any device, "meta" included, or a shape.
@@ -212,8 +211,13 @@ def explain_kv(
 ) -> "KvExplanation":
     """What a call with a KV cache reads, how its keys are divided among SMs, and what binds it.
 
-        q, cache, lengths = (64, 1, 32, 128), (64, 8192, 8, 128), [4096] * 64
-        tilewise.explain_kv(q, cache, None, lengths, device="H200")
+    >>> import tilewise
+    >>> q, cache, lengths = (64, 1, 32, 128), (64, 8192, 8, 128), [4096] * 64
+    >>> told = tilewise.explain_kv(
+    ...     q, cache, None, lengths, device="H200", backend="triton", show=False
+    ... )
+    >>> told.backend  # print(told) shows all of it
+    'triton'
 
     Args:
         q: as in `attention_kv`, or a shape.

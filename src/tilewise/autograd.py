@@ -41,7 +41,7 @@ def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None],
         check_forward_only(spec, tensors)
     if is_transformed():
         request = Request.of(spec, tensors)
-        if ops.chosen(request).name == REFERENCE:
+        if is_by_torch(request):
             return ReferenceBackend.differentiable(request)
         return TransformedAttention.apply(NonTensor(plan or spec), *tensors)  # type: ignore[no-untyped-call]
     wanted = tensors[: num_differentiable(spec)]
@@ -52,6 +52,13 @@ def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None],
     if with_lse or spec.max_logit:
         return AttentionWithLse.apply(plan or spec, *tensors)  # type: ignore[no-untyped-call]
     return Attention.apply(plan or spec, *tensors), None  # type: ignore[no-untyped-call]
+
+
+def is_by_torch(request: Request) -> bool:
+    """Whether torch differentiates a call to any order: the reference does, and "auto" gives it the calls of the
+    backend "torch", whose kernels have first derivatives alone."""
+    chosen = ops.chosen(request)
+    return chosen.name == REFERENCE or (request.spec.backend == "auto" and isinstance(chosen, ReferenceBackend))
 
 
 def check_forward_only(spec: Spec, tensors: Sequence[Tensor | None]) -> None:
@@ -192,7 +199,7 @@ def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor 
         if not is_higher_order(dout, dlse, *tensors[:n]):
             return run_backward(wanted, ctx.call, bwd_inputs, tensors)
         request = Request.of(spec, tensors)
-        if ops.chosen(request).name == REFERENCE:
+        if is_by_torch(request):
             every = (*wanted, *(False,) * (num_differentiable(spec) - n))
             return ReferenceBackend.differentiable_backward(request, bwd_inputs, every)[:n]
         # Out and lse get no gradient; if torch knew where they come from, it would run this backward with zeros.

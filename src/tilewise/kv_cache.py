@@ -185,12 +185,13 @@ def attention_kv(
     key = _signature("attention_kv", tensors, options)
     known: Prepared | None = None if key is None else plans.get(key)
     if known is not None:
-        return _returned(known.runner([tensors[n] for n in known.order]), known.returns_lse)
+        return _returned(known.run(tensors), known.returns_lse)
     given = CACHE.completed(options)
     call, with_lse = _call(q, k_cache, v_cache, lengths, given), given["return_lse"]
     if needs_registered_op(*call.request.dense[:3]):
         return _returned(ops.traced_attend(call), with_lse)
-    results = _run_new("attend", key, tensors, call, lambda: kv_backend(call.request).attend_runner(call), with_lse)
+    make = lambda: kv_backend(call.request).attend_runner(call)  # noqa: E731
+    results = _run_new("attend", key, tensors, call, make, _check_call, with_lse)
     return _returned(results, with_lse)
 
 
@@ -404,7 +405,7 @@ def append_kv(
     key = _signature("append_kv", tensors, {"q": q, "backend": backend, **options})
     known: Prepared | None = None if key is None else plans.get(key)
     if known is not None:
-        results = known.runner([tensors[n] for n in known.order])
+        results = known.run(tensors)
         return results[0] if results else q
     given = checks.append_options(options)
     places = checks.places_of(k_new, k_cache, lengths, given)
@@ -415,24 +416,34 @@ def append_kv(
     if contents.are_read(places.lengths):
         check_append(request)
     written = written_tokens(request, backend)
-    results = _run_new(f"append {backend}", key, tensors, request, lambda: kv_backend(written).append_runner(request))
+    make = lambda: kv_backend(written).append_runner(request)  # noqa: E731
+    results = _run_new(f"append {backend}", key, tensors, request, make, check_append)
     return results[0] if results else q
 
 
 class Prepared(NamedTuple):
-    """The plan of a call with a KV cache: its runner and, for each of the runner's tensors, its index among the
-    arguments."""
+    """The plan of a call with a KV cache: its runner; for each of the runner's tensors, its index among the arguments;
+    and on a CPU the check of their contents."""
 
     runner: Runner
     order: tuple[int, ...]
     returns_lse: bool = False
+    check: Callable[[Sequence[Tensor]], None] | None = None
+
+    def run(self, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        tensors = [arguments[n] for n in self.order]
+        if self.check is not None:
+            self.check(tensors)
+        return self.runner(tensors)
 
 
 def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """The signature, or None if the call is not kept and is checked every time: traced calls, those on a CPU, those
-    whose lengths are a number, and all calls with TILEWISE_CHECK=1."""
+    """The signature, or None if the call is not kept and is checked every time: traced calls, those on a CPU with a
+    rotary embedding, those whose lengths are a number, and all calls with TILEWISE_CHECK=1."""
     if not can_use_plan() or settings.checks_contents():  # a tracer cannot compare the addresses below
         return None
+    if options.get("rotary") is not None and not getattr(tensors[0], "is_cuda", False):
+        return None  # validation reads offsets, to find the positions of queries
     plan = options.get("plan")
     k_cache, v_cache = tensors[2:4] if name == "append_kv" else tensors[1:3]
     shared: tuple[Any, ...] = ()
@@ -480,12 +491,13 @@ def _run_new(
     tensors: Sequence[Tensor],
     call: tuple[Any, ...],
     make: Callable[[], Runner],
+    check: Callable[[Any], None],
     returns_lse: bool = False,
 ) -> Sequence[Tensor]:
     """The results of a call whose signature is not known. Its runner is kept by the signature; if there is none,
     validation made a tensor for this call, or a tensor requires a gradient, which is an error in grad mode only, by the
-    layouts of the tensors in `call`."""
-    wanted, _ = structure_of(call)
+    layouts of the tensors in `call`. `check`: of the contents of such a call, for calls on a CPU."""
+    wanted, structure = structure_of(call)
     order: Any = None
     if key is not None and not any(x.requires_grad for x in wanted):
         order = positions(wanted, tensors)
@@ -493,7 +505,8 @@ def _run_new(
         runner = runner_of(name, call, make)
     else:
         runner = make()
-        plans.keep(key, Prepared(runner, order, returns_lse))
+        checked = (lambda found: check(structure(found))) if contents.are_read(wanted[0]) else None
+        plans.keep(key, Prepared(runner, order, returns_lse, checked))
     return runner(wanted)
 
 
@@ -519,6 +532,13 @@ def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, gi
     return call._replace(
         schedule=plan.schedule, workspace=plan.workspace, lse=None if given["return_lse"] else plan.lse
     )
+
+
+def _check_call(call: KvCall) -> None:
+    """Checks the contents of a call on a CPU that has no rotary embedding."""
+    contents.check(call.request, call.append)
+    if call.append is not None:
+        check_new_tokens(call.append)
 
 
 def _check_contents(call: KvCall, given: KvOptions, full: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,8 +19,15 @@ MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes 
 class Rotary(NamedTuple):
     """Rotary embedding (RoPE) of new keys, and of the queries that come with them.
 
-        tilewise.Rotary(cos, sin)                    # d, d + width / 2: Llama
-        tilewise.Rotary(cos, sin, interleaved=True)  # 2 d, 2 d + 1: GPT-J
+    >>> import torch, tilewise
+    >>> angles = torch.outer(torch.arange(512.0), 10000 ** -(torch.arange(32) / 32))
+    >>> rotary = tilewise.Rotary(angles.cos(), angles.sin())  # d, d + 32: Llama
+    >>> q, k, v = torch.randn(3, 2, 5, 4, 64)
+    >>> caches = torch.zeros(2, 2, 128, 4, 64).unbind(0)
+    >>> tilewise.attention_kv(
+    ...     q, *caches, 0, k_new=k, v_new=v, rotary=rotary
+    ... ).shape
+    torch.Size([2, 5, 4, 64])
 
     The first `width` dims of every head are rotated. If v_cache is a view of k_cache's first columns (MLA), the dims
     after those columns are: of v_cache = k_cache[..., :512] the dims from 512 on. The position of a new key is its
@@ -46,11 +54,17 @@ class QkNorm(NamedTuple):
     """RMSNorm of new keys, and of the queries that come with them, before the rotary embedding (Qwen 3, Gemma 3).
     Not supported where v_cache is a view of k_cache (MLA).
 
-        # x / sqrt(mean(x^2) + eps) * weight
-        tilewise.QkNorm(q_weight, k_weight)
+        x / sqrt(mean(x^2) + eps) * (weight + offset)
 
-        # x / sqrt(mean(x^2) + eps) * (weight + 1), as in Gemma
-        tilewise.QkNorm(q_weight, k_weight, offset=1.0)
+    >>> import torch, tilewise
+    >>> norm = tilewise.QkNorm(torch.ones(64), torch.ones(64), eps=1e-6)
+    >>> q, k, v = torch.randn(3, 2, 5, 4, 64)
+    >>> caches = torch.zeros(2, 2, 128, 4, 64).unbind(0)
+    >>> out = tilewise.attention_kv(
+    ...     q, *caches, 0, k_new=k, v_new=v, qk_norm=norm
+    ... )
+    >>> bool((caches[0][0, 0].square().mean(-1) - 1).abs().max() < 1e-3)
+    True
 
     The mean is over the dims of a head. All is computed in float32.
 
@@ -75,6 +89,13 @@ SharedPrefix = Tensor | str | None  # "auto" is the only string
 class KvPlan(NamedTuple):
     """The schedule of a step and the workspace for partial results. Made by `plan_kv`; the layers of the step use it
     one after the other.
+
+    >>> import torch, tilewise
+    >>> q = torch.randn(2, 1, 4, 64)
+    >>> caches = torch.randn(2, 2, 128, 4, 64).unbind(0)
+    >>> plan = tilewise.plan_kv(q, *caches, 100)
+    >>> for layer in range(2):
+    ...     out = tilewise.attention_kv(q, *caches, 100, plan=plan)
 
     Attributes:
         schedule: int64: which program computes which rows over which keys.
@@ -279,23 +300,34 @@ def structure_of(x: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
     tensors: list[Tensor] = []
 
     def emptied(x: Any) -> Any:
+        """A tuple with marks for tensors; x itself if it holds no tensor, so that `filled` does not look into it."""
         if isinstance(x, Tensor):
             tensors.append(x)
             return _TENSOR
-        return _like(x, map(emptied, x)) if isinstance(x, tuple) else x
+        if not isinstance(x, tuple):
+            return x
+        items = [emptied(y) if isinstance(y, (tuple, Tensor)) else y for y in x]
+        return x if all(map(is_, items, x)) else _Filled(_maker(x), items)
 
     empty = emptied(x)
 
     def filled(x: Any, rest: Iterator[Any]) -> Any:
         if x is _TENSOR:
             return next(rest)
-        return _like(x, (filled(item, rest) for item in x)) if isinstance(x, tuple) else x
+        return x.make([filled(y, rest) if y is _TENSOR or type(y) is _Filled else y for y in x.items])
 
-    return tensors, lambda others: filled(empty, iter(others))
+    return tensors, lambda others: filled(empty, iter(others)) if tensors else empty
 
 
-def _like(x: tuple[Any, ...], items: Iterable[Any]) -> Any:
-    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+class _Filled(NamedTuple):
+    """A tuple that holds tensors: what makes it of a list, and its items with marks."""
+
+    make: Callable[[list[Any]], Any]
+    items: list[Any]
+
+
+def _maker(x: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
+    return type(x)._make if hasattr(x, "_fields") else tuple  # type: ignore[attr-defined]
 
 
 NUM_PLACES = len(CachePlaces._fields)

@@ -5,8 +5,9 @@ options and the layout of every tensor. A plan holds what follows from it: the c
 prepared launches. A call with a known signature allocates its results, fills in addresses and launches; any other call
 is checked, given to a backend and compiled first.
 
-Calls are kept for CUDA tensors. On a CPU every call is checked, because there the contents of tensors such as
-cu_seqlens can be checked too without waiting for a device.
+Calls are kept for CUDA tensors and on a CPU. There calls check the contents of tensors such as cu_seqlens too, because
+that waits for no device: those of a KV cache check them beside the plan, and dense and packed calls are kept only if
+they have no other tensors than q, k and v.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ def needs_registered_op(*tensors: Tensor) -> bool:
 
 
 def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *others: Any) -> tuple[Any, ...] | None:
-    """The signature of an eager call (`can_use_plan`) of the function `name`, or None if it is not kept: calls on a
-    CPU, and those with values of other types.
+    """The signature of an eager call (`can_use_plan`) of the function `name`, or None if it is not kept: calls of
+    `attention` on a CPU that have other tensors than q, k and v, calls in Triton's interpreter or on other devices, and
+    those with values of other types.
 
     Args:
         name: tells the calls of different functions apart.
@@ -82,7 +84,10 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *oth
         options: the other arguments. Names that are absent have their defaults.
         others: whatever else the result depends on.
     """
-    if not TENSOR_TYPES.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
+    if not TENSOR_TYPES.issuperset(map(type, tensors)):
+        return None
+    on_cpu = not tensors[0].is_cuda
+    if on_cpu and (settings.may_interpret() or not tensors[0].is_cpu):
         return None
     parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), settings.of_kernels(), *others]
     for key, value in options.items():
@@ -93,6 +98,8 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *oth
         parts.append(key)
         if not _add(value, parts, tensors):
             return None
+    if on_cpu and name == "attention" and len(tensors) > 3:
+        return None
     try:
         add_layouts(parts, tensors)
     except RuntimeError:  # a sparse or nested tensor has no strides or address: validation raises
@@ -134,7 +141,7 @@ def add_layouts(parts: list[Any], tensors: Sequence[Tensor]) -> None:
     if len(tensors) > 3 and len({*map(id, tensors)}) < len(tensors):
         names = [*map(id, tensors)]
         parts += map(names.index, names)
-    if tensors[0].dtype is torch.float32:
+    if tensors[0].dtype is torch.float32 and tensors[0].is_cuda:
         parts.append(torch.backends.cuda.matmul.fp32_precision)
 
 
@@ -174,7 +181,7 @@ class CallPlan:
         self.backend, _ = choose(request)
         self.order, self.returns_out = order, returns_out
         self.requires_grad = any(x is not None and x.requires_grad for x in tensors[: num_differentiable(request.spec)])
-        self.forward: Runner = self.backend.forward_runner(request)
+        self.forward: Runner = self.backend.forward_runner(request, self.requires_grad or not returns_out)
         self.uses_tf32 = request.q.dtype == torch.float32 and request.q.is_cuda  # if torch's settings allow it
         self._backward: Bounded[tuple[Any, ...], Runner] = Bounded(MAX_LAYOUTS)
 

@@ -22,7 +22,7 @@ BEFORE_TRITON = "it to be set before Python starts, or above all imports (torch.
 # in it, with encoded names: 0.04 us.
 _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _encoded = os.environ.encodekey if _variables is not os.environ else str
-_CHECK, _KV_TILE, _NO_OVERLAP = map(_encoded, (CHECK, KV_TILE, NO_OVERLAP))
+_CHECK, _KV_TILE, _NO_OVERLAP, _INTERPRET = map(_encoded, (CHECK, KV_TILE, NO_OVERLAP, INTERPRET))
 _OFF = (None, "", "0", b"", b"0")
 
 
@@ -60,6 +60,11 @@ def interprets() -> bool:
     if type(getattr(language, "sum", None)).__name__ == "JITFunction":
         raise AttentionError(INTERPRET, f"{value}, set after Triton was imported", BEFORE_TRITON)
     return True
+
+
+def may_interpret() -> bool:
+    """Whether TRITON_INTERPRET has a value, which `interprets` reads."""
+    return _variables.get(_INTERPRET) is not None
 
 
 def target() -> str:

@@ -70,6 +70,10 @@ current_stream: Callable[[int], int] = private(
     "_C._cuda_getCurrentRawStream", lambda device: int(torch.cuda.current_stream(device).cuda_stream)
 )
 
+# Fused attention on a CPU, which returns lse, and its backward. Public: scaled_dot_product_attention, which keeps lse.
+cpu_flash: Any = private("_scaled_dot_product_flash_attention_for_cpu", None)
+cpu_flash_backward: Any = private("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", None)
+
 
 # Objects by name that autograd's threads have from the thread that called backward. Public: none; contextvars would do,
 # if autograd copied the context, and torch.compile traced ContextVar.get. With torch 2.11 processes that had stashed an

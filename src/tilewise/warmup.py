@@ -76,14 +76,12 @@ def warmup(
 ) -> Warmed:
     """Compile the kernels of calls like these, for every length and batch, with or without a GPU.
 
-        # for this machine's GPU
-        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)
-
-        # without a GPU, in a Dockerfile
-        tilewise.warmup(128, heads=32, kv_heads=8, causal=True, gpu="sm_90")
-
-        # for a Hugging Face model
-        tilewise.warmup(config=AutoConfig.from_pretrained(...), gpu="sm_90")
+    >>> import tilewise
+    >>> tilewise.warmup(128, heads=32, kv_heads=8)  # doctest: +SKIP
+    >>> # without a GPU, in a Dockerfile
+    >>> tilewise.warmup(128, heads=32, kv_heads=8, gpu="sm_90")  # doctest: +SKIP
+    >>> # for a Hugging Face model
+    >>> tilewise.warmup(config="config.json", gpu="sm_90")  # doctest: +SKIP
 
     `tilewise warm` is the same as a command.
 

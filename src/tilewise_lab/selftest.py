@@ -29,7 +29,7 @@ from tilewise_lab.demo.measure import Results, Setting, load, ours, sdpa
 from tilewise_lab.fuzz.case import AnyCase
 from tilewise_lab.fuzz.child import Child
 from tilewise_lab.fuzz.draw import Where
-from tilewise_lab.fuzz.search import MAKES
+from tilewise_lab.fuzz.search import case_of
 from tilewise_lab.progress import Show, progress
 
 SEED = 1
@@ -148,7 +148,7 @@ def cases(where: Where) -> Iterator[tuple[int, AnyCase]]:
     """The fuzzer's calls that are meant to be right, with their numbers."""
     number = 0
     while True:
-        case = MAKES[number % len(MAKES)](SEED, number, where)
+        case = case_of(SEED, number, where)
         if not case.bad:
             yield number, case
         number += 1

@@ -41,7 +41,7 @@ def one(names: list[str], options: argparse.Namespace) -> None:
         for _ in range(REPEATS):
             work()
         step("eager")
-        recorded[name] = kv._graphed(work)
+        recorded[name] = kv.graphed(work)
         for _ in range(REPEATS):
             recorded[name]()
         step("replayed")

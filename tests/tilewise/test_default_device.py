@@ -20,7 +20,7 @@ FACTORIES = {
     *("sparse_coo_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
 }
 ALLOWED = {  # "file: code" -> why the default device is right there
-    "integrations/vllm_backend.py: torch.tensor(alibi_slopes, dtype=torch.float32)": "as a vLLM layer's weights",
+    "adapters/vllm.py: torch.tensor(alibi_slopes, dtype=torch.float32)": "as a vLLM layer's weights",
 }
 
 

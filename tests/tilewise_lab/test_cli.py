@@ -88,7 +88,6 @@ def test_the_version_is_said_without_importing_torch():
         ("trace attention --sq 100000", "tiles to show: found 200000; expected at most 4096"),
         ("trace softmax nan inf", "x: found nan; expected finite numbers"),
         ("trace autograd 1", "expected three, a w1 b1"),
-        ("explain --fit missing.json", "--fit: found 'missing.json', which does not exist"),
         ("explain 1 16 8 1000", "head dim of q: found 1000; expected 1 to 512"),
         ("explain 1 0 8 64", "shape: found 1 0 8 64"),
         ("explain --device tpu", "device: found 'tpu'"),

@@ -4,7 +4,7 @@ that import Triton."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ class KernelBackend:
 
         return build_hvp(spec)
 
-    def forward_runner(self, request: Request) -> Runner:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Runner:
         from .common.kernel_call import KernelCall
 
         return KernelCall(self.forward_build(request.spec), request.tensors(), request.q.device)

@@ -56,9 +56,9 @@ class Backend(Protocol):
         """Why "auto" gives a supported call to the next backend, or None."""
         ...
 
-    def forward_runner(self, request: Request) -> Runner:
-        """Tensors: `request.tensors()`. Results: out, lse, and the largest score of each head if
-        spec.max_logit."""
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Runner:
+        """Tensors: `request.tensors()`. Results: out, lse, and the largest score of each head if spec.max_logit. If
+        lse is not needed, neither by the caller nor by a backward, it may be wrong."""
         ...
 
     def has_backward(self, request: Request) -> bool:

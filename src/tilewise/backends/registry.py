@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..errors import AttentionError, shown
-from ..request import Gpu, Request, gpu_of
+from ..request import Gpu, Request, gpu_of, has_triton
 from .hopper import HopperBackend
+from .kernels import KernelBackend
 from .protocol import Backend, KvBackend
 from .reference import ReferenceBackend
+from .torch_fused import TorchBackend
 from .triton import TritonBackend
 
-
-BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())  # in the order of "auto"
+# in the order of "auto"
+BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), TorchBackend(), ReferenceBackend())
 NAMES = ("auto", *(backend.name for backend in reversed(BACKENDS)))
 
 
@@ -29,7 +31,7 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
     >>> from tilewise.request import Spec
     >>> chosen = choose(Request(q, q, q, Spec(scale=1.0)))
     >>> chosen.backend.name, chosen.reason
-    ('reference', 'torch, on any device; triton: the tensors are on the cpu')
+    ('torch', "torch's fused kernels for CPUs; triton: the tensors are on the cpu")
 
     Raises:
         AttentionError: a backend that was named does not support the call, or does not exist.
@@ -41,7 +43,11 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
     if name == "auto":
         rejected = ""
         for backend in able:
-            missing = backend.unsupported(request, gpu) or backend.declines(request, gpu)
+            if gpu is None and isinstance(backend, KernelBackend) and has_triton():
+                device = request.q.device.type
+                missing: str | None = f"the tensors are on {'the ' if device == 'cpu' else ''}{device}"
+            else:
+                missing = backend.unsupported(request, gpu) or backend.declines(request, gpu)
             if missing is None:
                 return Choice(backend, backend.reason + rejected)
             rejected = f"; {backend.name}: {missing}"

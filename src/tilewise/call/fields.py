@@ -78,6 +78,7 @@ class Table:
         self.fields = {field.name: field for field in fields}
         self.defaults: dict[str, Any] = {field.name: field.default for field in fields}
         self.checks = {field.name: field.check for field in fields if field.check is not None}
+        self.own_names = {theirs: field.name for field in fields for theirs in field.elsewhere}  # for adapters
         self.elsewhere = {**foreign}
         for field in fields:
             self.elsewhere |= field.elsewhere
@@ -150,7 +151,7 @@ def number(name: str, x: Any, expected: str) -> float:
     except (TypeError, ValueError):
         raise AttentionError(name, shown(x), expected) from None
     if not -math.inf < found < math.inf:  # isfinite, which torch.compile does not trace
-        raise AttentionError(name, x, expected)
+        raise AttentionError(name, shown(x), expected)
     return found
 
 
@@ -277,13 +278,14 @@ _ATTENTION = (
         "float | None",
         "factor of q.k. Default 1 / sqrt(D). Zero and negative values are allowed.",
         check=factor,
-        elsewhere={"softmax_scale": "scale="},
+        elsewhere={"softmax_scale": "scale=", "scaling": "scale="},
     ),
     Field(
         "softcap",
         "float | None",
         "if given, a score s becomes softcap * tanh(s / softcap).",
         check=positive,
+        elsewhere={"logit_cap": "softcap=", "logits_soft_cap": "softcap="},
     ),
     Field(
         "bias",
@@ -409,6 +411,7 @@ _CACHE = (
         "cu_seqlens_new",
         "Tensor | None",
         """int32 (B + 1,): offsets of the sequences in packed k_new and v_new. Default cu_seqlens_q.""",
+        elsewhere={"cu_seqlens_k_new": "cu_seqlens_new="},
     ),
     Field(
         "page_table",

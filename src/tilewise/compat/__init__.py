@@ -21,14 +21,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .flex import and_masks, create_block_mask, flex_attention, or_masks
+    from ..adapters.flex import and_masks, create_block_mask, flex_attention, or_masks
 
 __all__ = ["and_masks", "create_block_mask", "flex_attention", "or_masks"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        found: Any = getattr(import_module("tilewise.compat.flex"), name)
+        found: Any = getattr(import_module("tilewise.adapters.flex"), name)
     elif name in ("bert_padding", "flash_attn", "flash_attn_3", "flash_mla", "rotary", "xformers"):
         found = import_module(f"tilewise.compat.{name}")
     else:

@@ -30,6 +30,12 @@ def use(plan: Plan | None) -> Iterator[Plan | None]:
     """Makes a plan the current one of this thread: `attention` uses it if it gets none, and so do the adapters of
     models.
 
+    >>> import tilewise
+    >>> plan = tilewise.distributed.plan(4, seqlen=10, causal=True)
+    >>> with tilewise.distributed.use(plan):
+    ...     tilewise.distributed.current() is plan
+    True
+
         with tilewise.distributed.use(plan):
             logits = model(plan.shard(tokens), position_ids=plan.positions()[None])
             loss(logits, plan.labels(tokens)).backward()
@@ -147,11 +153,17 @@ def attention(
 ) -> Result:
     """`tilewise.attention` of this rank's queries over the keys of all ranks.
 
-        n = tokens.shape[1]
-        plan = tilewise.distributed.plan(mesh["cp"], seqlen=n, causal=True)
-        x, positions = plan.shard(x), plan.positions()
-        ...
-        out = tilewise.distributed.attention(q, k, v, plan=plan, softcap=30.0)
+    >>> import torch, tilewise
+    >>> import torch.distributed as dist
+    >>> store = dist.HashStore()  # as torchrun does it, here for one rank
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    >>> plan = tilewise.distributed.plan(mesh, seqlen=10, causal=True)
+    >>> q, k, v = plan.shard(*torch.randn(3, 1, 10, 2, 8))
+    >>> out = tilewise.distributed.attention(q, k, v, plan=plan, softcap=30.0)
+    >>> plan.unshard(out).shape
+    torch.Size([1, 10, 2, 8])
+    >>> dist.destroy_process_group()
 
     Exact: the result and the gradients of `attention` (`attention_varlen`) over all tokens, up to float32 rounding of
     the sums, and bitwise reproducible where those are. Mods, ALiBi and dropout use positions in the whole sequence (the
@@ -182,15 +194,7 @@ def attention(
     plan = plan or current()
     if not isinstance(plan, Plan):
         raise AttentionError("plan", shown(plan), "tilewise.distributed.plan(...), or a call within use(plan)")
-    q, k, v = checks.to_bshd(q, k, v, layout)
-    is_flat = plan.packed and isinstance(q, Tensor) and q.dim() == 3
-    if is_flat:
-        q, k, v = q[None], k[None], v[None]
-    found = ops.attend(plan, _request(plan, q, k, v, options, tokens=plan.counts()[plan.rank]))
-    out, *others = (x[0] for x in found) if is_flat else found
-    if layout != "bshd":
-        out = out.transpose(-3, -2)
-    return returned(out, others, options)
+    return _attend(plan, (q, k, v), layout, options, rehearsed=False)
 
 
 @overload
@@ -283,13 +287,21 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
     Raises:
         AttentionError: as in `attention`.
     """
-    q, k, v = checks.to_bshd(q, k, v)
-    is_flat = plan.packed and q.dim() == 3
+    return _attend(plan, (q, k, v), "bshd", options, rehearsed=True)
+
+
+def _attend(
+    plan: Plan, tensors: tuple[Tensor, Tensor, Tensor], layout: str, options: Options, rehearsed: bool
+) -> Result:
+    q, k, v = checks.to_bshd(*tensors, layout)
+    is_flat = plan.packed and isinstance(q, Tensor) and q.dim() == 3
     if is_flat:
         q, k, v = q[None], k[None], v[None]
-    request = _request(plan, q, k, v, options, tokens=plan.tokens)
-    found = ops.Rehearsed.apply(plan, request.spec, *request.tensors())  # type: ignore[no-untyped-call]
+    tokens = plan.tokens if rehearsed else plan.counts()[plan.rank]
+    found = ops.attend(plan, _request(plan, q, k, v, options, tokens=tokens), rehearsed)
     out, *others = (x[0] for x in found) if is_flat else found
+    if layout != "bshd":
+        out = out.transpose(-3, -2)
     return returned(out, others, options)
 
 

@@ -1,4 +1,4 @@
-"""Attention over a plan as registered ops of torch, and its autograd Functions.
+"""Attention over a plan as registered ops of torch, and its autograd Function.
 
 The ops take a plan by its number, so that one compiled graph serves the plans of many batches.
 """
@@ -99,33 +99,45 @@ def _backward_fake(saved: Any, dout: Any, dlse: Any, wanted: list[bool], *args: 
 
 
 class Distributed(torch.autograd.Function):
-    """(out, lse) of this rank's queries, both differentiable; and the largest score of each head if spec.max_logit."""
+    """(out, lse) of this rank's queries, both differentiable; and the largest score of each head if spec.max_logit. If
+    `rehearsed`, those of all ranks in this process, on whole tensors (B, tokens, heads, dim)."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, ulysses_size: int, spec: Spec, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, number: int, ulysses_size: int, rehearsed: bool, spec: Spec, *tensors: Any
+    ) -> tuple[Tensor, ...]:
         request = Request.of(spec, tensors)
-        out, lse, *rest = torch.ops.tilewise_distributed.forward(*arguments(request), number, ulysses_size)
-        max_logit, saved = rest[: int(spec.max_logit)], rest[int(spec.max_logit) :]
-        ctx.number, ctx.spec, ctx.n = number, spec, len(tensors)
+        if rehearsed:
+            found = _rehearse_forward(plan_of(number), request)
+        else:
+            found = torch.ops.tilewise_distributed.forward(*arguments(request), number, ulysses_size)
+        n = 2 + int(spec.max_logit)
+        results, saved = found[:n], found[n:]
+        ctx.number, ctx.rehearsed, ctx.spec, ctx.n = number, rehearsed, spec, len(tensors)
         ctx.plan = None if torch.compiler.is_compiling() else plan_of(number)  # lives as long as the graph
-        ctx.save_for_backward(*tensors, *(saved or (out, lse)))
-        ctx.mark_non_differentiable(*max_logit)
+        ctx.save_for_backward(*tensors, *(saved or results[:2]))
+        ctx.mark_non_differentiable(*results[2:])
         ctx.set_materialize_grads(False)
-        return out, lse, *max_logit
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> Any:
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each access
         tensors, saved = kept[: ctx.n], kept[ctx.n :]
         request = Request.of(ctx.spec, tensors)
-        wanted = _wanted(request.spec, ctx.needs_input_grad[6:])
-        dout = _zeros_of_out(request) if dout is None else dout
-        grads = torch.ops.tilewise_distributed.backward(
-            list(saved), dout, dlse, list(wanted), *arguments(request), ctx.number
-        )
+        wanted = _wanted(request.spec, ctx.needs_input_grad[7:])
+        if dout is None:
+            dout = request.q.new_zeros((*request.q.shape[:-1], request.v.shape[-1]))
+        if ctx.rehearsed:
+            grads = _rehearse_backward(ctx.plan, request, saved, dout, dlse, wanted)
+        else:
+            grads = torch.ops.tilewise_distributed.backward(
+                list(saved), dout, dlse, list(wanted), *arguments(request), ctx.number
+            )
         terms = iter(grads[3:])
         found = (*grads[:3], *(next(terms) if wants else None for wants in wanted))
-        return None, None, None, *_padded(found, len(tensors))
+        n = len(tensors)
+        return None, None, None, None, *found[:n], *(None,) * (n - len(found))
 
 
 def _wanted(spec: Spec, needs_grad: Sequence[bool]) -> tuple[bool, ...]:
@@ -135,22 +147,14 @@ def _wanted(spec: Spec, needs_grad: Sequence[bool]) -> tuple[bool, ...]:
     return (*needs_grad[:n], *(False,) * (n - len(needs_grad)))
 
 
-def _padded(grads: Sequence[Any], n: int) -> tuple[Any, ...]:
-    """The gradients of n tensors, None for those past the end of `grads`."""
-    return (*grads[:n], *(None,) * (n - len(grads)))
-
-
-def _zeros_of_out(request: Request) -> Tensor:
-    return request.q.new_zeros((*request.q.shape[:-1], request.v.shape[-1]))
-
-
-def attend(plan: Plan, request: Request) -> Any:
-    """(out, lse) of this rank, and the largest score of each head if the call returns it; through autograd only where a
-    gradient may be needed."""
-    if torch.is_grad_enabled() and needs_grad(request):
+def attend(plan: Plan, request: Request, rehearsed: bool = False) -> Any:
+    """(out, lse) of this rank, or of all ranks if `rehearsed`, and the largest score of each head if the call returns
+    it; through autograd only where a gradient may be needed."""
+    if rehearsed or (torch.is_grad_enabled() and needs_grad(request)):
         if torch.compiler.is_compiling():  # a traced Function takes no tensor twice
             request = request._replace(k=request.k.view_as(request.k), v=request.v.view_as(request.v))
-        return Distributed.apply(plan.number, plan.ulysses_size, request.spec, *request.tensors())  # type: ignore[no-untyped-call]
+        call = plan.number, plan.ulysses_size, rehearsed, request.spec
+        return Distributed.apply(*call, *request.tensors())  # type: ignore[no-untyped-call]
     found = torch.ops.tilewise_distributed.forward(*arguments(request), plan.number, plan.ulysses_size)
     return tuple(found[: 2 + int(request.spec.max_logit)])
 
@@ -160,44 +164,33 @@ def needs_grad(request: Request) -> bool:
     return any(x is not None and x.requires_grad for x in request.tensors()[: num_differentiable(request.spec)])
 
 
-class Rehearsed(torch.autograd.Function):
-    """(out, lse) of all ranks in this process, on whole tensors (B, tokens, heads, dim); and the largest score of each
-    head if spec.max_logit."""
+def _rehearse_forward(plan: Plan, request: Request) -> list[Tensor]:
+    """[out, lse], the largest score of each head if the call returns it, and of each rank the tensors of `Saved`."""
+    ranks = range(plan.ranks)
+    found = cluster.rehearse([execute.forward(plan, r, _shard_request(plan, request, r)) for r in ranks])
+    max_logit = [torch.stack([x[3] for x in found]).amax(0)] if request.spec.max_logit else []
+    saved = [tensor for x in found for tensor in x[2]]
+    if plan.strategy == "tree":
+        return [found[0][0], found[0][1], *max_logit, *saved]
+    return [plan.unshard([x[0] for x in found]), plan.unshard([x[1] for x in found], 2), *max_logit, *saved]
 
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, spec: Spec, *tensors: Any) -> tuple[Tensor, ...]:
-        request = Request.of(spec, tensors)
-        ranks = range(plan.ranks)
-        found = cluster.rehearse([execute.forward(plan, r, _shard_request(plan, request, r)) for r in ranks])
-        ctx.plan, ctx.spec, ctx.n, ctx.saved = plan, spec, len(tensors), [x[2] for x in found]
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        max_logit = [torch.stack([x[3] for x in found]).amax(0)] if spec.max_logit else []
-        ctx.mark_non_differentiable(*max_logit)
-        if plan.strategy == "tree":
-            return found[0][0], found[0][1], *max_logit
-        return plan.unshard([x[0] for x in found]), plan.unshard([x[1] for x in found], 2), *max_logit
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        plan, request = ctx.plan, Request.of(ctx.spec, ctx.saved_tensors)
-        wanted = _wanted(request.spec, ctx.needs_input_grad[5:])
-        dout = _zeros_of_out(request) if dout is None else dout
-        steps = []
-        for r in range(plan.ranks):
-            given = plan.shard(dout, rank=r), None if dlse is None else plan.shard(dlse, dim=2, rank=r)
-            steps.append(execute.backward(plan, r, _shard_request(plan, request, r), ctx.saved[r], *given, wanted))
-        found = cluster.rehearse(steps)
-        grads: list[Any] = [plan.unshard([x[i] for x in found]) for i in range(3)]
-        for i, wants in enumerate(wanted):
-            parts = [x[3 + i] for x in found]
-            if not wants:
-                grads.append(None)
-            elif i == 0 and request.bias is not None and request.bias.shape[2] > 1:
-                grads.append(plan.unshard(parts, 2))
-            else:
-                grads.append(sum(parts))
-        return None, None, *_padded(grads, ctx.n)
+def _rehearse_backward(
+    plan: Plan, request: Request, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None, wanted: tuple[bool, ...]
+) -> list[Tensor]:
+    """The gradients of q, k and v, and of the wanted terms."""
+    steps, n = [], len(Saved._fields)
+    for r in range(plan.ranks):
+        given = plan.shard(dout, rank=r), None if dlse is None else plan.shard(dlse, dim=2, rank=r)
+        own = Saved(*saved[n * r : n * (r + 1)])
+        steps.append(execute.backward(plan, r, _shard_request(plan, request, r), own, *given, wanted))
+    parts = [*zip(*cluster.rehearse(steps), strict=True)]
+    grads = [plan.unshard(x) for x in parts[:3]]
+    for i, (wants, each) in enumerate(zip(wanted, parts[3:], strict=True)):
+        if wants:
+            by_rows = i == 0 and request.bias is not None and request.bias.shape[2] > 1
+            grads.append(plan.unshard(each, 2) if by_rows else sum(each))  # type: ignore[arg-type]
+    return grads
 
 
 def _shard_request(plan: Plan, request: Request, rank: int) -> Request:

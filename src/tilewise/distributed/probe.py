@@ -34,8 +34,15 @@ def check(
 ) -> Report:
     """Compare a sharded computation with one rank's, and perturb one token at a time.
 
-        # attention itself, on random numbers
-        tilewise.distributed.check(plan, softcap=30.0)
+    >>> import torch, tilewise
+    >>> import torch.distributed as dist
+    >>> store = dist.HashStore()  # as torchrun does it, here for one rank
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    >>> plan = tilewise.distributed.plan(mesh, seqlen=10, causal=True)
+    >>> tilewise.distributed.check(plan, softcap=30.0).error <= 1e-5
+    True
+    >>> dist.destroy_process_group()
 
         # a model, called as model(plan, tokens)
         tilewise.distributed.check(plan, model, tokens, layers=model.layers)

@@ -1,7 +1,7 @@
 """A backend for SGLang: `--attention-backend tilewise`. SGLang finds it where tilewise is installed.
 
-An entry point of the group `sglang.srt.plugins` names `register`; the backend itself is in `sglang_backend`, imported
-when a model is loaded with it. Written for the interface of SGLang 0.5.15 to 0.5.23; with others it warns.
+An entry point of the group `sglang.srt.plugins` names `register`; the backend itself is imported when a model is loaded
+with it. Written for the interface of SGLang 0.5.15 to 0.5.23; with others it warns.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def create(runner: Any) -> Any:
     Returns:
         An AttentionBackend.
     """
-    from .sglang_backend import TilewiseBackend
+    from ..adapters.sglang import TilewiseBackend
 
     return TilewiseBackend(runner)

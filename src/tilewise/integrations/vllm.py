@@ -1,8 +1,7 @@
 """A backend for vLLM: `vllm serve MODEL --attention-backend CUSTOM`. vLLM finds it where tilewise is installed.
 
-An entry point of the group `vllm.general_plugins` names `register`; the backend itself is in `vllm_backend`, imported
-when vLLM asks for it. Written for the interface of vLLM 0.23 (whose cache has five axes) to 0.32 (four); with others it
-warns.
+An entry point of the group `vllm.general_plugins` names `register`; the backend itself is imported when vLLM asks for
+it. Written for the interface of vLLM 0.23 (whose cache has five axes) to 0.32 (four); with others it warns.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from ..validation.versions import check_version
 
 TESTED = ((0, 23), (0, 32))
-PATH = "tilewise.integrations.vllm_backend.TilewiseBackend"
+PATH = "tilewise.adapters.vllm.TilewiseBackend"
 
 
 def register() -> None:

@@ -26,6 +26,11 @@ _library.define("blocks_by_mean_key(Tensor q, Tensor k, SymInt block_size, SymIn
 def mean_key_gate(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     """How much a query wants a block: q . mean(the block's keys).
 
+    >>> import torch
+    >>> q, k = torch.randn(2, 256, 4, 16), torch.randn(2, 256, 2, 16)
+    >>> mean_key_gate(q, k, 64).shape  # 4 blocks
+    torch.Size([2, 256, 4, 4])
+
     Args:
         q: queries (B, S, H, D).
         k: keys (B, S, Hk, D).

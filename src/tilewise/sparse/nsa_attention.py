@@ -183,6 +183,13 @@ def selected_blocks(
     """A query's own block, and the blocks before it with the most weight in the compressed branch, summed over the
     query heads of the KV head.
 
+    >>> import torch
+    >>> q, keys = torch.randn(2, 256, 4, 16), torch.randn(2, 16, 2, 16)
+    >>> lse = torch.zeros(2, 4, 256)
+    >>> chosen = selected_blocks(q, keys, lse, block_size=16, num_blocks=3)
+    >>> chosen.shape, int(chosen[0, 40, 0, 0])  # query 40 is in block 2
+    (torch.Size([2, 256, 2, 3]), 2)
+
     Args:
         q: queries (B, S, H, D).
         keys: compressed keys (B, blocks, Hk, D).

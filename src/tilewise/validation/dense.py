@@ -198,11 +198,13 @@ def swapped(q: Any, k: Any) -> str | None:
 LAYOUTS = "layout='bhsd' if the tensors are (batch, heads, tokens, dim), else layout='bshd'"
 
 
-def warn_if_swapped(q: Any, k: Any) -> None:
-    """Warns the caller of `attention`. Python shows a warning once for each place that it comes from."""
+def warn_if_swapped(q: Any, k: Any) -> bool:
+    """Warns the caller of `attention`, and returns whether it did. Python shows a warning once for each place that it
+    comes from."""
     found = None if torch.compiler.is_compiling() else swapped(q, k)
     if found is not None:
         warnings.warn(f"layout: found {found}; expected {LAYOUTS}", stacklevel=4)
+    return found is not None
 
 
 def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str | None = None) -> tuple[Tensor, ...]:

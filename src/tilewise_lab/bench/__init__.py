@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,25 +14,22 @@ import torch
 
 from tilewise.errors import AttentionError
 from tilewise_lab import asked
-from tilewise_lab.bench.settings import DEFAULT, MODES, QUICK, TARGETS, Settings, check, settings
+from tilewise_lab.bench.settings import MODES, Settings, check, settings
+from tilewise_lab.progress import progress
 
 if TYPE_CHECKING:
     from tilewise_lab.bench.results import Results
 
-KV = "kv"  # a target with its own cases and report
-SHAPES = "models-shapes"  # another
 OUT = Path("bench/out")
 KEPT = Path("bench/results")
 
 
 def configure(parser: ArgumentParser) -> None:
-    width = max(map(len, (*TARGETS, SHAPES)))
+    from tilewise_lab.bench.rows import DEFAULT, TARGETS
+
+    width = max(map(len, TARGETS))
     parser.formatter_class = RawDescriptionHelpFormatter
-    targets = TARGETS | {
-        KV: "attention over a KV cache, paged or dense, beside serving kernels; by itself",
-        SHAPES: "200 shapes of published models beside FlashAttention-3 and cuDNN, the worst explained; by itself",
-    }
-    parser.epilog = "targets:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in targets.items())
+    parser.epilog = "targets:\n" + "\n".join(f"  {name:<{width}}  {x.about}" for name, x in TARGETS.items())
     parser.add_argument("targets", nargs="*", metavar="target", help=f"default: {' '.join(DEFAULT)}; or: all")
     parser.add_argument("--quick", action="store_true", help="small sizes, and a look at every kind of case")
     parser.add_argument("--dims", type=int, nargs="+", help="head dims of the grid")
@@ -54,16 +51,17 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--serving", type=Path, metavar="DIR", help="kv: peers with their serving.py (TILEWISE_SERVING)"
     )
-    parser.add_argument("--count", type=int, help=f"{SHAPES}: how many (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, help=f"{SHAPES}: another seed draws other shapes")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help=f"{SHAPES}: every N-th shape, from the I-th on")
-    parser.add_argument("--seconds", type=float, help=f"{SHAPES}: after so many no new shape begins")
+    parser.add_argument("--count", type=int, help="models-shapes: how many (default: 200)")
+    parser.add_argument("--seed", type=int, default=0, help="models-shapes: another seed draws other shapes")
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="models-shapes: every N-th shape, from the I-th on"
+    )
+    parser.add_argument("--seconds", type=float, help="after so many no new row begins")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--burst", type=float, metavar="MS", help="milliseconds of a provider in a round, on average")
     parser.add_argument("--device", help="where to run (default: cuda if there is one, else cpu)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where reports go (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help=f"also keep the results in {KEPT}, by date and device")
-    parser.add_argument("--again", action="store_true", help="keep them as the day's second run: do two runs agree?")
     parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: report on earlier results")
     parser.add_argument(
         "--compare", type=Path, nargs=2, metavar=("A", "B"), help="what changed from A to B beyond noise"
@@ -75,18 +73,10 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """0 if all is well, 1 if tilewise was wrong or the gate is shut, 2 if the request cannot be met."""
-    from tilewise_lab.bench import readme, terminal
+    from tilewise_lab.bench import readme, report
     from tilewise_lab.bench.compare import FLOOR, compare
     from tilewise_lab.bench.results import load
 
-    if options.targets == [KV]:
-        from tilewise_lab.bench import kv
-
-        return kv.run(options)
-    if options.targets == [SHAPES]:
-        from tilewise_lab.bench import shapes_run
-
-        return shapes_run.run(options)
     floor = FLOOR if options.noise is None else options.noise / 100
     if options.readme:
         for path in readme.write(Path()):
@@ -94,15 +84,19 @@ def run(options: Namespace) -> int:
         return 0
     if options.compare:
         before, after = (load(asked.file(path, "--compare")) for path in options.compare)
-        terminal.show_comparison(compare(before, after, floor))
+        print(*report.show_comparison(compare(before, after, floor)), sep="\n")
         return 0
     if options.gate and not options.gate.exists() and options.gate.name != readme.LATEST:
         raise AttentionError("--gate", f"{str(options.gate)!r}, which does not exist", "a result or a folder of them")
-    results = load(asked.file(options.report, "--report")) if options.report else _measure(options)
-    terminal.show(results, _write(results, options.out, keep=options.keep, again=options.again))
+    if options.report:
+        results = load(asked.file(options.report, "--report"))
+        print(*(report.line(cell, results.unit()) for cell in results.cells), sep="\n")
+    else:
+        results = _measure(options)
+    print(*report.show(results), *(f"  {path}" for path in _write(results, options.out, keep=options.keep)), sep="\n")
     if options.gate:
         comparison = compare(load(readme.newest(options.gate, results.machine["device"])), results, floor)
-        terminal.show_comparison(comparison)
+        print(*report.show_comparison(comparison), sep="\n")
         if not comparison.passed:
             return 1
     return 1 if results.wrong(ours=True) else 0
@@ -111,30 +105,18 @@ def run(options: Namespace) -> int:
 def _measure(options: Namespace) -> Results:
     from tilewise_lab.bench.measure import sensors
     from tilewise_lab.bench.providers import roster
+    from tilewise_lab.bench.rows import chosen, measure
     from tilewise_lab.bench.runner import Run
-    from tilewise_lab.bench.terminal import watch
 
     device = asked.device(options.device)
     folder = options.fa3 or os.environ.get("TILEWISE_FA3")
     peers = tuple(options.peers) if options.peers else None
     everyone = roster(device, peers, Path(folder).resolve() if folder else None)
-    targets, chosen = targets_of(options.targets, quick=options.quick), settings_of(options, device)
+    options.wanted, sizes = chosen(options.targets, quick=options.quick), settings_of(options, device)
     options.out.mkdir(parents=True, exist_ok=True)
-    with sensors(device) as sensed:
-        return watch(Run.of(chosen, everyone, sensed), targets, options.out / "results.json")
-
-
-def targets_of(named: Sequence[str], *, quick: bool = False) -> tuple[str, ...]:
-    """
-    >>> targets_of(["memory", "forward"]), targets_of([])
-    (('forward', 'memory'), ('forward', 'backward', 'overhead'))
-    """
-    for name in named:
-        if name != "all" and name not in TARGETS:
-            found = f"{name}, with others" if name in (KV, SHAPES) else name
-            raise AttentionError("target", found, f"'all', or of: {', '.join(TARGETS)}; or {KV} or {SHAPES} alone")
-    wanted = tuple(TARGETS) if "all" in named else tuple(named) or (QUICK if quick else DEFAULT)
-    return tuple(target for target in TARGETS if target in wanted)
+    with sensors(device) as sensed, progress() as show, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch tells how it multiplies on this CPU
+        return measure(Run.of(sizes, everyone, sensed), options, options.out / "results.json", show)
 
 
 def settings_of(options: Namespace, device: torch.device) -> Settings:
@@ -154,17 +136,16 @@ def settings_of(options: Namespace, device: torch.device) -> Settings:
     return chosen
 
 
-def _write(results: Results, out: Path, *, keep: bool, again: bool = False) -> list[Path]:
-    from tilewise_lab.bench import page, plots, readme
+def _write(results: Results, out: Path, *, keep: bool) -> list[Path]:
+    from tilewise_lab.bench import readme, report
 
     out.mkdir(parents=True, exist_ok=True)
-    data, report = out / "results.json", out / "report.html"
+    data, page = out / "results.json", out / "report.html"
     results.save(data)
-    report.write_text(page.render(results), encoding="utf-8")
-    files = [report, data, *plots.write(results, out)]
-    if keep or again:
+    page.write_text(report.render(results), encoding="utf-8")
+    files = [page, data]
+    if keep:
         kept = KEPT / readme.kept_name(results)
-        kept = readme.again(kept) if again else kept
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(data, kept)
         files.append(kept)

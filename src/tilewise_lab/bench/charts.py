@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 
-from tilewise_lab.bench.results import OURS, Cell, Results, Spread, Unit
+from tilewise_lab.bench.results import Cell, Results, Spread, Unit
 from tilewise_lab.demo.charts import WIDTH, Axis, apart, svg, text, tip
-from tilewise_lab.demo.words import duration, tokens
+from tilewise_lab.demo.words import tokens
 
 HEIGHT = 250
 Scale = Callable[[float], float]
@@ -144,27 +144,6 @@ def _line(name: str, rates: Mapping[int, Spread], axes: tuple[Scale, Scale], uni
 
 def path(points: Sequence[tuple[float, float]]) -> str:
     return "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-
-
-def times(cell: Cell) -> str:
-    """A bar for each provider, as long as its time."""
-    left, right, row = 88, 110, 26
-    most = max(cell.seconds(name).median for name in cell.timed())
-
-    def draw() -> Iterator[str]:
-        for n, name in enumerate(cell.timed()):
-            spread, y = cell.seconds(name), row * n
-            long = spread.median / most * (WIDTH - left - right)
-            hint = f"{label(name)}: {duration(spread.median)} ({duration(spread.low)} to {duration(spread.high)})"
-            words = duration(spread.median)
-            if not name.startswith(OURS) and (ours := cell.chosen()):
-                words += f"  ({cell.ratio(ours, name).median:.2f}x)"
-            yield text(left - 10, y + 17, label(name), "end")
-            box = f'x="{left}" y="{y + 4}" width="{long:.1f}" height="18" rx="3"'
-            yield f'<rect class="bar" {colour(name)} {box}>{tip(hint)}</rect>'
-            yield text(left + long + 8, y + 17, words, "tick")
-
-    return svg(f"{cell.key}: time of one call", row * len(cell.timed()), draw())
 
 
 def figure(results: Results, which: str, theme: str) -> str:

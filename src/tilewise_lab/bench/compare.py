@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilewise.errors import AttentionError
@@ -101,20 +101,6 @@ def compare(before: Results, after: Results, floor: float = FLOOR) -> Comparison
         [key for key in new if key not in old],
         [key for key in both if set(old[key].timed()) != set(new[key].timed())],
     )
-
-
-def halves(results: Results) -> tuple[Results, Results]:
-    """The first and the last half of the rounds, as two runs: how well they agree, where there is no second one."""
-
-    def part(cell: Cell, last: bool) -> Cell:
-        entries = {}
-        for name, entry in cell.entries.items():
-            middle = len(entry.times) // 2
-            entries[name] = replace(entry, times=entry.times[middle:] if last else entry.times[:middle])
-        return replace(cell, entries=entries)
-
-    first, second = ([part(cell, last) for cell in results.cells] for last in (False, True))
-    return replace(results, cells=first), replace(results, cells=second)
 
 
 def _changes(old: Cell, new: Cell, floor: float) -> list[Change]:

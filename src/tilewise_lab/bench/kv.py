@@ -1,4 +1,4 @@
-"""`tilewise bench kv`: attention over a KV cache beside FlashAttention-3 and vLLM's Triton kernel, checked, then timed.
+"""Rows of attention over a KV cache beside FlashAttention-3 and vLLM's Triton kernel, checked, then timed.
 
 Every call is recorded in a CUDA graph with its plan made before, as engines do; rounds call all providers in turn, the
 cache emptied before each call.
@@ -6,12 +6,9 @@ cache emptied before each call.
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,10 +22,11 @@ from torch import Tensor
 
 import tilewise
 from tilewise.errors import AttentionError
-from tilewise_lab import asked
-from tilewise_lab.bench import machine
+from tilewise_lab.bench.judge import Error, condemn, note
 from tilewise_lab.bench.kv_cases import GROUPS, KvCase, KvInputs, exact, inputs, small
 from tilewise_lab.bench.measure import rounds
+from tilewise_lab.bench.results import OURS, Cell, Entry
+from tilewise_lab.bench.runner import Run
 from tilewise_lab.clock import HostClock, Work, clock_for, synchronize
 
 SERVING = ".serving"
@@ -37,74 +35,59 @@ MANY = 64  # queries of a sequence, from which Hopper has a kernel of its own
 TOLERANCE = 0.02  # of the largest result: some roundings of bfloat16
 
 
-def run(options: Namespace) -> int:
-    device = asked.device(options.device)
-    peers = _peers(Path(options.serving or os.environ.get("TILEWISE_SERVING", SERVING)), device)
-    groups = options.groups or [*GROUPS, "host", "append"]
+def rows(run: Run, options: Namespace) -> Iterator[tuple[str, Callable[[], Iterator[Cell]]]]:
+    """A row for every case of the groups that are asked for, and for the host's time and for appending."""
+    device = run.device
+    groups = options.groups or [*GROUPS, *OTHERS]
     for name in groups:
         if name not in GROUPS and name not in OTHERS:
-            raise AttentionError("group", name, f"of: {', '.join((*GROUPS, *OTHERS))}")
+            raise AttentionError("--groups", name, f"of: {', '.join((*GROUPS, *OTHERS))}")
+    peers = _peers(Path(options.serving or os.environ.get("TILEWISE_SERVING", SERVING)), device)
     tiles = ["" if tile == "table" else tile for tile in options.tiles or [os.environ.get(TILE, "table")]]
-    found: dict[str, Any] = {"machine": machine.facts(device), "cells": []}
-    print(f"{'case':30}{'who':>20}{'us':>9}{'GB/s':>7}{'TF/s':>6}{'x':>6}", flush=True)
-    for cell in _cells(groups, tiles, peers, device, options):
-        found["cells"].append(cell)
-        _show(cell)
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "kv.json").write_text(json.dumps(found, indent=1))
-    return 1 if any(x.get("wrong") and x["ours"] for cell in found["cells"] for x in cell["who"].values()) else 0
-
-
-def _cells(
-    groups: list[str], tiles: list[str], peers: dict[str, Any], device: torch.device, options: Namespace
-) -> Iterator[Any]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for group in groups:
         if group in OTHERS:
-            yield from OTHERS[group](device, dtype, options)
+            yield f"kv {group}", partial(OTHERS[group], device, dtype)
             continue
         for case in GROUPS[group]():
             case = small(case) if options.quick or device.type == "cpu" else case
-            began = time.monotonic()
-            x = inputs(case, device, dtype)
-            who: dict[str, Any] = {}
-            works: dict[str, Work] = {}
-            for name, make in _callers(case, x, tiles, peers).items():
-                who[name], work = _admit(make, case, x, device)
-                who[name]["ours"] = name not in peers
-                if work is not None:
-                    works[name] = work
-            if works:
-                times = rounds(
-                    works, clock_for(device), count=options.rounds or 5, burst=0.003, limit=4.0,
-                    rng=random.Random(0), least=7 if device.type == "cuda" else 1,
-                )  # fmt: skip
-                for name, values in times.items():
-                    seconds = statistics.median(values)
-                    who[name] |= {
-                        "us": 1e6 * seconds, "gbs": case.bytes / seconds / 1e9, "tflops": case.flops / seconds / 1e12,
-                        "spread": (max(values) - min(values)) / seconds,
-                    }  # fmt: skip
-            yield {"group": case.group, "case": case.name, "bytes": case.bytes, "flops": case.flops,
-                   "seconds": round(time.monotonic() - began, 1), "who": who}  # fmt: skip
-            del x, works
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            yield f"kv {group}: {case.name}", partial(_cells, case, tiles, peers, device, dtype, run.settings.rounds)
 
 
-def _show(cell: dict[str, Any]) -> None:
-    """A line for each; x: its time over that of the first."""
-    first = next((x["us"] for x in cell["who"].values() if "us" in x), None)
-    label = f"{cell['group']}: {cell['case']}"
-    for name, x in cell["who"].items():
-        if "us" in x:
-            ratio = f"{x['us'] / first:6.2f}" if first else ""
-            wrong = " WRONG" if x.get("wrong") else ""
-            tflops = f"{x['tflops']:6.0f}" if "tflops" in x else f"{'':6}"
-            print(f"{label:30.30}{name:>20.20}{x['us']:9.1f}{x['gbs']:7.0f}{tflops}{ratio}{wrong}", flush=True)
-        else:
-            print(f"{label:30.30}{name:>20.20}  {x['refused'][:27]}", flush=True)
-        label = ""
+def _cells(
+    case: KvCase, tiles: list[str], peers: dict[str, Any], device: torch.device, dtype: torch.dtype, count: int
+) -> Iterator[Cell]:
+    x = inputs(case, device, dtype)
+    entries: dict[str, Entry] = {}
+    works: dict[str, Work] = {}
+    for name, make in _callers(case, x, tiles, peers).items():
+        told, work = _admit(make, case, x, device)
+        name = name if name in peers or name.startswith(OURS) else f"{OURS} {name}"
+        entries[name] = Entry("ok") if work is not None else Entry("refused", told["refused"])
+        if work is None:
+            continue
+        errors = {"out": Error(told["error"] if told["error"] < float("inf") else None, TOLERANCE)}
+        note(entries[name], errors)
+        condemn(entries[name], errors)
+        if entries[name].status == "ok":
+            works[name] = work
+    if works:
+        times = rounds(
+            works, clock_for(device), count=count, burst=0.003, limit=4.0, rng=random.Random(0),
+            least=7 if device.type == "cuda" else 1,
+        )  # fmt: skip
+        _write(entries, times)
+    about = {"bytes": case.bytes}
+    yield Cell(f"kv {case.group}", case.name, about, case.flops, OURS, entries, checked="two heads of three sequences")
+    del x, works
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _write(entries: dict[str, Entry], times: dict[str, list[float]]) -> None:
+    for name, found in times.items():
+        if entries[name].status == "ok":
+            entries[name].times = [float(f"{t:.5g}") for t in found]
 
 
 def _admit(
@@ -121,7 +104,7 @@ def _admit(
         return {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}, None
     off = _error(case, x, out)
     entry: dict[str, Any] = {"error": off} | ({"wrong": True} if not off <= TOLERANCE else {})
-    return entry, _graphed(work) if device.type == "cuda" else work
+    return entry, graphed(work) if device.type == "cuda" else work
 
 
 @dataclass(frozen=True)
@@ -137,7 +120,7 @@ class Graphed:
         self.graph.replay()
 
 
-def _graphed(work: Work) -> Graphed:
+def graphed(work: Work) -> Graphed:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -165,13 +148,23 @@ def _error(case: KvCase, x: KvInputs, out: Tensor) -> float:
 
 def _callers(case: KvCase, x: KvInputs, tiles: list[str], peers: dict[str, Any]) -> dict[str, Callable[[], Work]]:
     found: dict[str, Callable[[], Work]] = {tile or "tilewise": partial(_ours, case, x, tile) for tile in tiles}
+    if case.sharing:
+        found["unshared"] = partial(_ours, case, x, "", shared=False)
     if x.most > MANY and x.q.is_cuda:
         found["portable"] = partial(_ours, case, x, "", "triton")
     even = len(set(case.lengths)) == 1 and isinstance(case.queries, int)
-    if even and case.window is None and not case.sinks and not case.tree and case.split is None:
+    if (
+        even
+        and case.window is None
+        and not case.sinks
+        and not case.tree
+        and case.split is None
+        and not case.sharing
+        and not case.stored
+    ):
         found["dense"] = lambda: _dense(case, x)
     window = (-1, -1) if case.window is None else (case.window, 0)
-    if x.table is not None and x.tree is None and case.split is None:
+    if x.table is not None and x.tree is None and case.split is None and x.scale is None:
         shared: dict[str, Any] = {
             "cu_q": x.cu_q, "max_q": x.most, "max_k": max(case.lengths), "window": window, "sinks": x.sinks,
         }  # fmt: skip
@@ -180,7 +173,7 @@ def _callers(case: KvCase, x: KvInputs, tiles: list[str], peers: dict[str, Any])
     return found
 
 
-def _ours(case: KvCase, x: KvInputs, tile: str, backend: str = "auto") -> Work:
+def _ours(case: KvCase, x: KvInputs, tile: str, backend: str = "auto", shared: bool = True) -> Work:
     if tile:
         os.environ[TILE] = tile
     else:
@@ -190,7 +183,8 @@ def _ours(case: KvCase, x: KvInputs, tile: str, backend: str = "auto") -> Work:
     options: dict[str, Any] = {
         "page_table": x.table, "cu_seqlens_q": None if regular else x.cu_q, "tree": x.tree, "sinks": x.sinks,
         "window": None if case.window is None else (case.window, 0), "split": case.split, "max_seqlen_q": x.most,
-        "backend": "triton" if tile else backend,
+        "backend": "triton" if tile else backend, "shared_prefix": "auto" if case.sharing and shared else None,
+        "k_scale": x.scale, "v_scale": x.scale,
     }  # fmt: skip
     with torch.no_grad():
         plan = tilewise.plan_kv(q, x.k, x.v, x.lengths, **options)
@@ -234,7 +228,7 @@ def _peers(folder: Path, device: torch.device) -> dict[str, Any]:
     return {"fa3": fa3, "vllm": vllm}
 
 
-def _host(device: torch.device, dtype: torch.dtype, options: Namespace) -> Iterator[dict[str, Any]]:
+def _host(device: torch.device, dtype: torch.dtype) -> Iterator[Cell]:
     """The time an eager call keeps its caller, with the plan made before; and a step in a graph, with append. Beside
     them, what the least of kernels takes on the same clock."""
     case = KvCase("host", "B8 256", (256,) * 8)
@@ -255,16 +249,16 @@ def _host(device: torch.device, dtype: torch.dtype, options: Namespace) -> Itera
         }
         for name, clock in (("host", HostClock(device)), ("graph", clock_for(device))):
             timed = {
-                key: _graphed(work) if name == "graph" and device.type == "cuda" else work
-                for key, work in works.items()
+                key: graphed(work) if name == "graph" and device.type == "cuda" else work for key, work in works.items()
             }
             times = rounds(timed, clock, count=5, burst=0.003, limit=4.0, rng=random.Random(0), least=20)
-            yield {"group": name, "case": case.name, "who": {
-                key: {"us": 1e6 * statistics.median(values), "gbs": 0.0, "ours": True} for key, values in times.items()
-            }}  # fmt: skip
+            for key, found in times.items():
+                entries = {OURS: Entry("ok")}
+                _write(entries, {OURS: found})
+                yield Cell(f"kv {name}", f"{case.name}, {key}", {}, None, OURS, entries)
 
 
-def _append(device: torch.device, dtype: torch.dtype, options: Namespace) -> Iterator[dict[str, Any]]:
+def _append(device: torch.device, dtype: torch.dtype) -> Iterator[Cell]:
     """Writing new tokens with rotary, beside a copy of as many bytes."""
     for batch, each in ((256, 1), (8, 1024)):
         new_k, new_v = (torch.randn(batch, each, 8, 128, device=device).to(dtype) for _ in range(2))
@@ -277,17 +271,15 @@ def _append(device: torch.device, dtype: torch.dtype, options: Namespace) -> Ite
         room = torch.empty_like(new_k)
         given: dict[str, Any] = {"page_table": table, "rotary": rotary}
         works: dict[str, Work] = {
-            "append": lambda: tilewise.append_kv(new_k, new_v, k, v, lengths, **given),  # noqa: B023
+            OURS: lambda: tilewise.append_kv(new_k, new_v, k, v, lengths, **given),  # noqa: B023
             "copy": lambda: (room.copy_(new_k), room.copy_(new_v)),  # noqa: B023
         }
         moved = 4 * new_k.numel() * new_k.element_size()
-        timed = {name: _graphed(work) if device.type == "cuda" else work for name, work in works.items()}
+        timed = {name: graphed(work) if device.type == "cuda" else work for name, work in works.items()}
         times = rounds(timed, clock_for(device), count=5, burst=0.003, limit=4.0, rng=random.Random(0), least=20)
-        yield {"group": "append", "case": f"{batch * each} tokens", "who": {
-            name: {"us": 1e6 * statistics.median(values), "gbs": moved / statistics.median(values) / 1e9,
-                   "ours": name == "append"}
-            for name, values in times.items()
-        }}  # fmt: skip
+        entries = {name: Entry("ok") for name in works}
+        _write(entries, times)
+        yield Cell("kv append", f"{batch * each} tokens", {"bytes": moved}, None, OURS, entries)
 
 
 OTHERS = {"host": _host, "append": _append}

@@ -1,21 +1,24 @@
-"""The grid of the KV cache: numbers of sequences, lengths, page sizes."""
+"""The grid of the KV cache: numbers of sequences, lengths, page sizes, shared prefixes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 K = 1024
+STEP = 1 / 32  # of int8 numbers
 
 
 @dataclass(frozen=True)
 class KvCase:
-    """lengths count the keys that every sequence sees, `queries` those of each (or of all). page 0: a dense cache."""
+    """lengths count the keys that every sequence sees, `queries` those of each (or of all). page 0: a dense cache.
+    `sharing`: sequences in groups of so many have the same first `prefix` keys, in the same pages."""
 
     group: str
     name: str
@@ -29,6 +32,9 @@ class KvCase:
     sinks: bool = False
     tree: bool = False
     split: int | None = None
+    sharing: tuple[int, ...] = ()
+    prefix: int = 0
+    stored: str | None = None  # dtype of a quantised cache
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -36,12 +42,13 @@ class KvCase:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the keys and values that are visible to a query, each read once."""
+        """Bytes of the keys and values that are visible to a query, each read once; shared pages once for a group."""
         seen = (
             n if self.window is None else min(n, self.window + q)
             for n, q in zip(self.lengths, self.counts, strict=True)
         )
-        return sum(seen) * self.kv_heads * self.dim * 4
+        again = sum((n - 1) * self.prefix for n in self.sharing)
+        return (sum(seen) - again) * self.kv_heads * self.dim * (2 if self.stored else 4)
 
     @property
     def flops(self) -> int:
@@ -82,6 +89,11 @@ def mixed(many: int, length: int, few: int, keys: int) -> list[KvCase]:
     ]
 
 
+def sharing(name: str, groups: tuple[int, ...], prefix: int, own: int, queries: int = 1) -> KvCase:
+    """Sequences of `prefix` keys that their group shares, and `own` keys of each."""
+    return KvCase("prefix", name, (prefix + own,) * sum(groups), queries=queries, sharing=groups, prefix=prefix)
+
+
 GROUPS: dict[str, Callable[[], list[KvCase]]] = {
     "large": lambda: [
         *(
@@ -115,6 +127,21 @@ GROUPS: dict[str, Callable[[], list[KvCase]]] = {
         uniform("prefill", f"2k queries on 32k, page {page}", 1, 32 * K, queries=2 * K, page=page) for page in (16, 64)
     ],
     "mixed": lambda: [*mixed(2, 2 * K, 32, K), *mixed(4, K, 16, 2 * K)],
+    "quantised": lambda: [
+        uniform("quantised", f"B{b} {n // K}k {stored}", b, n, stored=stored)
+        for stored in ("float8_e4m3fn", "int8") for b, n in ((64, 4 * K), (128, 8 * K))
+    ],
+    "prefix": lambda: [
+        sharing("64 x (32k + 512)", (64,), 32 * K, 512),
+        sharing("8 x (8k + 1k)", (8,), 8 * K, K),
+        sharing("128 in 2 groups x (8k + 1k)", (64, 64), 8 * K, K),
+        sharing("16 in pairs x (16k + 1k)", (2,) * 8, 16 * K, K),
+        sharing("32 x (8k + 512), 4 queries", (32,), 8 * K, 512, 4),
+        sharing("256 x (2k + 256)", (256,), 2 * K, 256),
+        sharing("4 x (32k + 512)", (4,), 32 * K, 512),
+        sharing("64 x 4k, nothing shared", (1,) * 64, 0, 4 * K),
+        sharing("8 x 256, nothing shared", (1,) * 8, 0, 256),
+    ],
     "split": lambda: [
         uniform("split", "B64 4k", 64, 4 * K),
         uniform("split", "B64 4k split 4096", 64, 4 * K, split=4096),
@@ -136,6 +163,7 @@ class KvInputs:
     sinks: Tensor | None
     tree: Tensor | None
     most: int
+    scale: Tensor | None = None  # of a quantised cache: each head's
 
 
 def small(case: KvCase) -> KvCase:
@@ -145,7 +173,10 @@ def small(case: KvCase) -> KvCase:
     counts = tuple(min(q, n) for q, n in zip(case.counts[:batch], lengths, strict=True))
     queries: Any = counts if isinstance(case.queries, tuple) else min(case.queries, min(lengths))
     split = None if case.split is None else 128
-    return replace(case, lengths=lengths, queries=queries, split=split, page=min(case.page, 16))
+    groups = (batch,) if case.prefix else (1,) * batch if case.sharing else ()
+    prefix = case.prefix // 64 // 16 * 16
+    sizes: dict[str, Any] = {"lengths": lengths, "queries": queries, "split": split, "page": min(case.page, 16)}
+    return replace(case, **sizes, sharing=groups, prefix=prefix)
 
 
 def inputs(case: KvCase, device: torch.device, dtype: torch.dtype) -> KvInputs:
@@ -156,6 +187,11 @@ def inputs(case: KvCase, device: torch.device, dtype: torch.dtype) -> KvInputs:
     rows = sum(-(-n // page) for n in case.lengths) if page else batch
     shape = (rows, page or most, case.kv_heads, case.dim)
     k, v = (_filled(shape, device, dtype, seed) for seed in (1, 2))
+    scale = None
+    if case.stored:
+        step = 1.0 if case.stored.startswith("float8") else STEP
+        k, v = (_quantised(t, step, getattr(torch, case.stored)) for t in (k, v))
+        scale = torch.full((case.kv_heads,), step, device=device)
     table = None
     if page:
         order = torch.randperm(rows, generator=generator, dtype=torch.int64).int()
@@ -165,6 +201,9 @@ def inputs(case: KvCase, device: torch.device, dtype: torch.dtype) -> KvInputs:
             need = -(-n // page)
             table[b, :need] = order[at : at + need]
             at += need
+        for first, n in zip(accumulate(case.sharing, initial=0), case.sharing, strict=False):
+            shared = case.prefix // page
+            table[first : first + n, :shared] = table[first, :shared].clone()
         table = table.to(device)
     cu = torch.tensor([0, *counts]).cumsum(0).int().to(device)
     q = torch.randn(sum(counts), case.heads, case.dim, generator=generator).to(device=device, dtype=dtype)
@@ -177,7 +216,11 @@ def inputs(case: KvCase, device: torch.device, dtype: torch.dtype) -> KvInputs:
             tree[i] |= tree[(i - 1) // 2]
         tree = tree.expand(batch, n, n).contiguous().to(device)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    return KvInputs(q, k, v, lengths, cu, table, sinks, tree, max(counts))
+    return KvInputs(q, k, v, lengths, cu, table, sinks, tree, max(counts), scale)
+
+
+def _quantised(x: Tensor, step: float, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if dtype.is_floating_point else (x / step).round().clamp(-127, 127).to(dtype)
 
 
 def _filled(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
@@ -200,9 +243,12 @@ def exact(case: KvCase, x: KvInputs, b: int, head: int) -> Tensor:
     else:
         pages = x.table[b, : -(-n // case.page)].long()
         k, v = (t[pages, :, kv].flatten(0, 1)[:n] for t in (x.k, x.v))
+    k, v = k.double(), v.double()
+    if x.scale is not None:
+        k, v = k * x.scale[kv], v * x.scale[kv]
     start = int(x.cu_q[b])
     q = x.q[start : start + count, head].double()
-    s = (q @ k.double().mT) * case.dim**-0.5
+    s = (q @ k.mT) * case.dim**-0.5
     at = torch.arange(count, device=q.device)[:, None] + n - count
     j = torch.arange(n, device=q.device)
     hidden = j > at
@@ -214,4 +260,4 @@ def exact(case: KvCase, x: KvInputs, b: int, head: int) -> Tensor:
     if x.sinks is not None:
         s = torch.cat([s, x.sinks[head].double().expand(count, 1)], -1)
     p = torch.softmax(s, -1)[:, :n].nan_to_num()
-    return p @ v.double()
+    return p @ v

@@ -35,7 +35,7 @@ def roster(device: torch.device, peers: tuple[str, ...] | None = None, fa3: Path
     """tilewise's backends and the peers that were named; unknown names are an error.
 
     >>> roster(torch.device("cpu"), ("naive",)).asked
-    ('tilewise-reference', 'tilewise-triton', 'tilewise-hopper', 'naive')
+    ('tilewise-reference', 'tilewise-torch', 'tilewise-triton', 'tilewise-hopper', 'naive')
     """
     ours = [Tilewise(f"{OURS}-{backend}", f"tilewise, backend={backend!r}", backend) for backend in NAMES[1:]]
     others = [

@@ -1,4 +1,5 @@
 """Tables and plots of the documents, made from the kept results: `<!-- bench:NAME -->` to `<!-- /bench:NAME -->`.
+Single numbers are made by `tilewise_lab.bench.kept_rows`.
 
 The newest result of each device counts, GPUs before CPUs. A test renders them again and compares.
 """
@@ -8,31 +9,24 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tilewise.errors import AttentionError
-from tilewise_lab.bench import charts, predicted
+from tilewise_lab.bench import charts, kept_rows, report
 from tilewise_lab.bench.charts import label
-from tilewise_lab.bench.compare import Agreement, compare, halves
 from tilewise_lab.bench.machine import slug
-from tilewise_lab.bench.page import memory_rows
-from tilewise_lab.bench.results import OURS, Cell, Results, Unit, geometric_mean, load
-from tilewise_lab.bench.summary import bars, standings
-from tilewise_lab.costs import explanation as report
+from tilewise_lab.bench.results import Cell, Results, Unit, geometric_mean, load
+from tilewise_lab.costs import explanation
 from tilewise_lab.costs.cost import Call
 from tilewise_lab.costs.explain import explain as told
-from tilewise_lab.demo.words import duration, tokens
-from tilewise_lab.explain.check import Measured
+from tilewise_lab.demo.words import tokens
 
 DOCUMENTS = ("README.md", "bench/README.md", "docs/explain.md", "docs/index.md")
 RESULTS = Path("bench/results")
 PLOTS = Path("bench/plots")
-PREDICTED = Path("docs/explain-h200.svg")
 EXPLORER = Path("src/tilewise_lab/explore/measured.json")
 LATEST = "LATEST.json"  # stands for the newest of a folder
-AGAIN = "-again"  # ends the name of a second run, kept to show how well two runs agree
-APART = ("forward", "backward", "gpt ", "overhead", "cold")  # groups with tables of their own
 MARKER = re.compile(r"(<!-- bench:([\w-]+) -->\n)(.*?)(<!-- /bench:\2 -->)", re.S)
 
 
@@ -47,7 +41,7 @@ def newest(path: Path, device: str) -> Path:
     if path.is_file():
         return path
     folder = path.parent if path.name == LATEST else path
-    found = sorted(folder.glob(f"*-{slug(device)}.json"))  # and not its second run
+    found = sorted(folder.glob(f"*-{slug(device)}.json"))
     if not found:
         raise AttentionError(
             f"results in {folder}", f"none of {device}", "a file that `tilewise bench --keep` wrote there"
@@ -63,13 +57,8 @@ def latest(root: Path) -> list[Results]:
 
 
 def kept(root: Path) -> list[Path]:
-    """The results of this command, by date; second runs and other measurements may lie beside them."""
-    found = [path for path in sorted((root / RESULTS).glob("*.json")) if not path.stem.endswith(AGAIN)]
-    return [path for path in found if "schema" in json.loads(path.read_text())]
-
-
-def again(path: Path) -> Path:
-    return path.with_name(f"{path.stem}{AGAIN}.json")
+    """The results of this command, by date; other measurements may lie beside them."""
+    return [path for path in sorted((root / RESULTS).glob("*.json")) if "schema" in json.loads(path.read_text())]
 
 
 def write(root: Path) -> list[Path]:
@@ -87,10 +76,6 @@ def expected(root: Path) -> dict[Path, str]:
     """Every generated file, and every document with its generated parts, as they should be."""
     everything = latest(root)
     found = {}
-    calls = predicted.newest(root / RESULTS)
-    if calls:
-        fitted = [path for path in kept(root) if path.name.removesuffix(".json") in calls.name]
-        found[root / PREDICTED] = predicted.figure(calls, fitted[-1] if fitted else None)
     if everything:
         for name, text in plots(everything[0]).items():
             found[root / PLOTS / name] = text
@@ -100,6 +85,11 @@ def expected(root: Path) -> dict[Path, str]:
         path = root / document
         if path.exists():
             found[path] = fill(path.read_text(encoding="utf-8"), everything, document, root)
+    rows = kept_rows.load(root)
+    for path in kept_rows.documents(root) if rows else ():
+        text = found.get(path) or path.read_text(encoding="utf-8")
+        if kept_rows.has_markers(text):
+            found[path] = kept_rows.fill(text, path.relative_to(root).as_posix(), root, rows)
     return found
 
 
@@ -123,9 +113,16 @@ def measured_calls(results: Results) -> str:
         if ours and case["seq"] in (1024, 4096, 16384):
             n, heads, d = case["seq"], case["heads"], case["dim"]
             call = Call(case["batch"], n, n, heads, heads, d, d, case["dtype"], after=0 if case["causal"] else None)
-            lines.append(
-                json.dumps(Measured(call, ours.split("-")[-1], "forward", cell.seconds(ours).median, 0.0).to_dict())
-            )
+            shape = {name: x for name, x in call.to_dict().items() if name != "terms"}
+            seconds = float(f"{cell.seconds(ours).median:.4g}")
+            point = {
+                "call": shape,
+                "backend": ours.split("-")[-1],
+                "pass": "forward",
+                "seconds": seconds,
+                "spread": 0.0,
+            }
+            lines.append(json.dumps(point))
     source = (RESULTS / kept_name(results)).as_posix()
     facts = {"device": results.machine["device"], "when": results.machine["date"][:10], "source": source}
     return json.dumps(facts, indent=1).removesuffix("\n}") + ',\n "calls": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
@@ -144,21 +141,13 @@ def fill(text: str, everything: list[Results], document: str, root: Path = Path(
     return MARKER.sub(part, text)
 
 
-def speed(everything: list[Results], document: Path) -> str:
-    """TFLOP/s of ours and the ratio to the fastest peer, on the first device."""
-    results = everything[0]
-    said, unit = [_measured(results)], results.unit()
-    for which in ("forward", "backward"):
-        panels = charts.panels(results, which)
-        lengths = sorted({int(cell.case["seq"]) for _, cells in panels for cell in cells})
-        rows = []
-        for title, cells in panels:
-            by_length = {int(cell.case["seq"]): cell for cell in cells}
-            rows.append([title, *(_cell(by_length.get(n), unit) for n in lengths)])
-        if rows:
-            said.append(_table([which, *map(tokens, lengths)], rows, left=1))
-    said.append(f"{unit.name} of tilewise, and its speed relative to the fastest peer of the same cell.\n")
-    return "\n".join(said)
+def named(name: str) -> Callable[[list[Results], Path], str]:
+    """The tables of this name, of every device."""
+
+    def part(results: Results) -> str:
+        return "\n".join(report.markdown(table) for table in report.tables(results) if table.name == name)
+
+    return lambda everything, document: _by_device(everything, part)
 
 
 def standing(everything: list[Results], document: Path) -> str:
@@ -245,121 +234,10 @@ def _picture(name: str, words: str, document: Path) -> str:
     )
 
 
-def peers(everything: list[Results], document: Path) -> str:
-    """The geometric mean against every peer, on every device."""
-    head = ["cells", "tilewise backend", "peer", "times as fast", "worst", "best"]
-
-    def rows(results: Results) -> Iterator[list[str]]:
-        for s in standings(results):
-            peer = "the fastest of each cell" if s.peer == "best" else label(s.peer)
-            ratios = (f"{ratio:.2f}" for ratio in (s.ratio, s.worst, s.best))
-            yield [f"{s.group} ({s.cells})", s.ours.removeprefix("tilewise-"), peer, *ratios]
-
-    return _by_device(everything, lambda results: _table(head, rows(results), left=3))
-
-
-def cases(everything: list[Results], document: Path) -> str:
-    """Everything beyond the grid: times, and the ratio to the fastest peer."""
-    head = ["case", "size", "tilewise", "fastest peer", "times as fast"]
-
-    def rows(results: Results) -> Iterator[list[str]]:
-        for cell in results.cells:
-            ours, best, ratio = cell.chosen(), cell.best_peer(), cell.ratio_to_best()
-            if ours and best and ratio and not cell.group.startswith(APART):
-                theirs = f"{label(best)} {duration(cell.seconds(best).median)}"
-                yield [cell.group, cell.name, duration(cell.seconds(ours).median), theirs, f"{ratio.median:.2f}"]
-
-    return _by_device(everything, lambda results: _table(head, rows(results), left=2))
-
-
-def models(everything: list[Results], document: Path) -> str:
-    """Training steps as their user sees them: the time, and how many times as fast as with torch's own attention."""
-
-    def part(results: Results) -> str:
-        groups = dict.fromkeys(cell.group for cell in results.cells if cell.group.startswith("gpt "))
-        sizes = dict.fromkeys(cell.name for cell in results.of(*groups))
-        cells = {(cell.group, cell.name): cell for cell in results.of(*groups)}
-        head = ["training step", *(group.removeprefix("gpt ") for group in groups)]
-        rows = [[size, *(_versus(cells.get((group, size)), "sdpa") for group in groups)] for size in sizes]
-        return _table(head, rows, left=1)
-
-    return _by_device(everything, part)
-
-
-def host(everything: list[Results], document: Path) -> str:
-    """Host time of a call on small tensors, for each provider."""
-
-    def part(results: Results) -> str:
-        cells = results.of("overhead")
-        names = list(dict.fromkeys(name for cell in cells for name in cell.timed()))
-        words = [cell.name.partition(", ")[2] or "forward, no gradient wanted" for cell in cells]
-        rows = [[said, *(_time(cell, name) for name in names)] for said, cell in zip(words, cells, strict=True)]
-        return _table(["host time of a small call", *map(label, names)], rows, left=1)
-
-    return _by_device(everything, part)
-
-
-def cold(everything: list[Results], document: Path) -> str:
-    """Seconds of a program's first calls."""
-
-    def part(results: Results) -> str:
-        rows = [
-            [
-                cell.name,
-                *(duration(cell.seconds(name).median) if name in cell.timed() else "–" for name in (OURS, "sdpa")),
-            ]
-            for cell in results.of("cold")
-        ]
-        return _table(["first calls of a program", OURS, label("sdpa")], rows, left=1)
-
-    return _by_device(everything, part)
-
-
-def _time(cell: Cell, name: str) -> str:
-    return duration(cell.seconds(name).median) if name in cell.timed() else "–"
-
-
-def _versus(cell: Cell | None, peer: str) -> str:
-    if cell is None or OURS not in cell.timed():
-        return "–"
-    ratio = f" ({cell.ratio(OURS, peer).median:.2f}×)" if peer in cell.timed() else ""
-    return duration(cell.seconds(OURS).median) + ratio
-
-
-def agreement(everything: list[Results], document: Path) -> str:
-    """How far the ratios of two runs of the same code lie apart, or those of the two halves of the only one."""
-    root = _root(document)
-
-    def part(results: Results) -> str:
-        second = again(root / RESULTS / kept_name(results))
-        twice = second.exists()
-        changes = (compare(results, load(second)) if twice else compare(*halves(results))).changes
-        if not changes:
-            return ""
-        chosen = [c for c in changes if c.ours == _ours(results, c.cell)]
-        rows = []
-        for what, some in (("every backend, every peer", changes), ("the chosen backend, every peer", chosen)):
-            found = Agreement.of(some)
-            rows.append([what, str(found.ratios), f"{found.median:.1%}", f"{found.widest:.1%}", f"{found.within:.0%}"])
-        of = "two runs" if twice else "the first and the last rounds of one run"
-        return _table([f"ratios of {of}", "how many", "median apart", "widest", "within 3 %"], rows, left=1)
-
-    return _by_device(everything, part)
-
-
-def explain(everything: list[Results], document: Path) -> str:
-    """Predicted against measured time, of calls the model was not fitted to."""
-    calls = predicted.newest(_root(document) / RESULTS)
-    if calls is None:
-        return ""
-    head = ["pass", "backend", "calls", "median error", "within 20 %"]
-    return _table(head, predicted.rows(calls), left=2)
-
-
 def example(everything: list[Results], document: Path) -> str:
     """What `tilewise explain` says of a call that could be better, abridged."""
     shape = (1, 2049, 16, 100)
-    lines = report.text(told(shape, shape, shape, device="H200", backend="triton")).splitlines()
+    lines = explanation.text(told(shape, shape, shape, device="H200", backend="triton")).splitlines()
     kept = [line for line in lines if line.startswith(("work", "memory", "roofs", "forward", "advice"))]
     command = "$ tilewise explain 1 2049 16 100 --device H200 --backend triton --no-compile"
     indent = " " * (len(kept[0]) - len(kept[0].partition(" ")[2].lstrip()))
@@ -372,59 +250,16 @@ def _root(document: Path) -> Path:
     return document.parent if (document.parent / RESULTS).is_dir() else document.parents[1]
 
 
-def _ours(results: Results, key: str) -> str | None:
-    return next(cell.ours for cell in results.cells if cell.key == key)
-
-
-def memory(everything: list[Results], document: Path) -> str:
-    def part(results: Results) -> str:
-        names = list(dict.fromkeys(peak.provider for peak in results.memory))
-        return _table(["tokens", *names], memory_rows(results, names), left=0)
-
-    return _by_device(everything, part)
-
-
-def goals(everything: list[Results], document: Path) -> str:
-    verdicts = {None: "", True: "met", False: "missed"}
-
-    def part(results: Results) -> str:
-        if not results.of("forward"):
-            return ""
-        rows = [[bar.what, bar.said, bar.wanted, verdicts[bar.met]] for bar in bars(results)]
-        return _table(["what", "found", "goal", ""], rows, left=1)
-
-    return _by_device(everything, part)
-
-
-TABLES = standing, speed, overview, plot, peers, cases, models, host, cold, memory, goals, agreement, explain, example
-PARTS: dict[str, Callable[[list[Results], Path], str]] = {part.__name__: part for part in TABLES}
+PARTS: dict[str, Callable[[list[Results], Path], str]] = {
+    **{part.__name__: part for part in (standing, overview, plot, example)},
+    **{name: named(name) for name in ("speed", "peers", "cases", "memory")},
+}
 
 
 def _by_device(everything: list[Results], part: Callable[[Results], str]) -> str:
     return "\n".join(f"{_measured(results)}\n{text}" for results in everything if (text := part(results)))
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
-    """A Markdown table whose first columns are words and whose others are numbers; nothing where there are no rows.
-
-    >>> print(_table(["a", "b"], [["x", "1"]], left=1), end="")
-    | a | b |
-    |---|---:|
-    | x | 1 |
-    """
-    body = [f"| {' | '.join(row)} |\n" for row in rows]
-    rule = "|" + "---|" * left + "---:|" * (len(head) - left)
-    return f"| {' | '.join(head)} |\n{rule}\n{''.join(body)}" if body else ""
-
-
 def _measured(results: Results) -> str:
     machine = results.machine
     return f"{machine['device']}, {results.settings['dtype']}, torch {machine['torch']}, {machine['date'][:10]}:\n"
-
-
-def _cell(cell: Cell | None, unit: Unit) -> str:
-    ours = cell.chosen() if cell else None
-    if cell is None or ours is None:
-        return "–"
-    ratio = cell.ratio_to_best()
-    return unit.say(cell.rate(ours)) + (f" ({ratio.median:.2f}×)" if ratio else "")

@@ -212,3 +212,56 @@ def geometric_mean(values: Iterable[float]) -> float | None:
     """
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Ours against one peer over a group of cells."""
+
+    group: str
+    ours: str
+    peer: str
+    ratio: float
+    cells: int
+    worst: float
+    best: float
+
+
+def standings(results: Results) -> list[Standing]:
+    """In each group of several cells: each backend against each peer and, as peer "best", the fastest of each cell."""
+    found = []
+    for group in dict.fromkeys(cell.group for cell in results.cells):
+        cells = results.of(group)
+        backends = sorted({name for cell in cells for name in cell.timed() if name.startswith(OURS)})
+        peers = dict.fromkeys(name for cell in cells for name in cell.peers())
+        for ours in backends:
+            for peer in (*peers, "best"):
+                ratios = [r.median for cell in cells if (r := against(cell, ours, peer))]
+                mean = geometric_mean(ratios)
+                if mean is not None and len(cells) > 1:
+                    found.append(Standing(group, ours, peer, mean, len(ratios), min(ratios), max(ratios)))
+    return found
+
+
+def against(cell: Cell, ours: str, peer: str) -> Spread | None:
+    other = cell.best_peer() if peer == "best" else peer
+    return cell.ratio(ours, other) if other in cell.timed() and ours in cell.timed() and other is not None else None
+
+
+def absent(results: Results) -> list[tuple[str, str, str]]:
+    """Every provider that gave no speed somewhere, with its reason."""
+    found = []
+    for name, facts in results.providers.items():
+        if facts["missing"]:
+            found.append((name, "this machine", facts["missing"]))
+        elif not facts["asked"]:
+            found.append((name, "this run", "not asked for (--peers)"))
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for cell in results.cells:
+        for name, entry in cell.entries.items():
+            if entry.status not in ("ok", "missing"):
+                why = entry.status + (f": {entry.reason}" if entry.reason else "")
+                reasons.setdefault((name, why), []).append(cell.key)
+    for (name, why), cells in reasons.items():
+        found.append((name, cells[0] if len(cells) == 1 else f"{cells[0]} and {len(cells) - 1} more", why))
+    return found

@@ -8,32 +8,9 @@ from typing import Any
 import torch
 
 from tilewise.errors import AttentionError
-from tilewise_lab.bench.cases import PASSES, Case, grid, random_lengths
+from tilewise_lab.bench.cases import Case, grid, random_lengths
 
-# target: what it measures
-TARGETS = {
-    "forward": "the grid of head dims, masks and lengths, forward",
-    "backward": "the same grid, backward",
-    "gqa": "grouped heads, causal, forward and backward",
-    "varlen": "32 packed sequences of random lengths, causal, forward and backward",
-    "window": "a sliding window, forward and backward",
-    "heads": "head dims that are no power of two, forward and backward",
-    "deterministic": "the backward with the same bits in every run",
-    "decode": "one query token against a long cache, forward",
-    "layer": "a transformer layer, forward and backward",
-    "gpt": "the training step of GPTs, small to long: eager, compiled, in CUDA graphs",
-    "memory": "peak memory against length",
-    "overhead": "what one call costs the host; what `import tilewise` costs",
-    "cold": "a program's first call: with an empty cache, with a full one, with other sizes",
-}
-# target whose cases are the setting of its name: the passes that are timed
-CASES = dict.fromkeys(("gqa", "varlen", "window", "heads"), PASSES) | {
-    "deterministic": ("backward",),
-    "decode": ("forward",),
-}
-DEFAULT = ("forward", "backward", "overhead")
 MODES = ("eager", "compiled", "graphs")
-QUICK = ("forward", "backward", "gqa", "varlen", "window", "layer", "memory", "overhead")
 
 
 @dataclass(frozen=True)
@@ -107,8 +84,9 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
             window=(Case(1, 16384, 16, 16, 128, True, 1024, dtype=dtype),),
             heads=tuple(
                 Case(16384 // seq, seq, 16, 16, dim, causal, dtype=dtype, value_dim=dv)
-                for dim, dv in ((96, 96), (192, 192), (192, 128)) for causal in (False, True) for seq in (1024, 8192)
-            ),
+                for dim, dv in ((80, 80), (96, 96), (192, 192), (192, 128))
+                for causal in (False, True) for seq in (1024, 8192)
+            ) + tuple(Case(4, 4096, 4, 4, 512, causal, dtype=dtype) for causal in (False, True)),
             deterministic=tuple(
                 Case(16384 // seq, seq, 2048 // dim, 2048 // dim, dim, causal, dtype=dtype, deterministic=True)
                 for dim in (64, 128) for causal in (False, True) for seq in (1024, 4096, 16384)

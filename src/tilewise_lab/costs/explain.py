@@ -120,7 +120,8 @@ def explain(
     if target.capability:
         chosen = dispatch.choose(request, target.gpu)
     else:
-        chosen = dispatch.choose(request._replace(q=request.q.new_empty(0, device="cpu")))
+        on_cpu = request.q.new_empty((), device="cpu").expand(request.q.shape)  # without memory
+        chosen = dispatch.choose(request._replace(q=on_cpu))
     reason = chosen.reason
     if request.spec.precision is not None:
         reason += f"; the time model does not know precision='fp8': the times are those of {call.dtype}"

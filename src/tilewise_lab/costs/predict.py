@@ -1,6 +1,6 @@
 """The time model: how long a call takes, from a few efficiencies that were fitted to measurements on an H200.
 
-The numbers are in model.json; `tilewise explain --fit FILE` fits them to a result of `tilewise bench`, and writes it.
+The numbers are in model.json; they were fitted to the benchmark of 2026-11-15.
 
 A kernel is a list of programs; a program is a prologue and so many steps over tiles. One step costs
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,15 +57,6 @@ class Model:
             for row in fields.pop("efficiency")
         }
         return Model(**fields, efficiency=table)
-
-    def save(self, path: Path = FITTED) -> None:
-        fields = {name: float(f"{x:.3g}") for name, x in asdict(self).items() if name != "efficiency"}
-        rows = [
-            json.dumps({"kernel": kernel, "itemsize": size, "share": {d: round(e, 3) for d, e in row.items()}})
-            for (kernel, size), row in self.efficiency.items()
-        ]
-        body = json.dumps(fields, indent=1).removesuffix("\n}")
-        path.write_text(body + ',\n "efficiency": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n", encoding="utf-8")
 
 
 MODEL = Model.load()

@@ -22,24 +22,24 @@ from tilewise_lab.progress import Show
 
 ROOT = Path(__file__).parents[3]  # of a clone; a wheel has no documents
 LANGUAGES = {"en": "", "zh_CN": "zh/"}  # and where on the site each lies
-# Pages without a Chinese version, to which Chinese pages link: notes for developers, and measurements.
+# Pages without a Chinese version, to which Chinese pages link: facts about versions and GPUs, kernels, measurements.
 ENGLISH_ONLY = (
-    "changelog.md",
-    "contributing.md",
-    "course/coverage.md",
-    "gotchas.md",
+    "benchmark.md",
+    "compatibility.md",
+    "explain.md",
     "hopper-backward-wide.md",
     "hopper-backward.md",
     "hopper-forward.md",
     "portable-kernels.md",
-    "upstream.md",
-    "wrong-results.md",
     "results/",
+    "settings.md",
 )
+# Notes for developers, which the site has as text files, like the measurement notes.
+NO_PAGES = ("docs/gotchas.md", "docs/upstream.md", "docs/wrong-results.md")
+BELOW = {"benchmark.md": ("explain", "results/index")}  # what the menu has below a page that GitHub shows too
 PICTURE = re.compile(
     r'<picture>\n<source [^>]*srcset="([^"]+)">\n<img src="([^"]+)" alt="([^"]+)">\n</picture>'
 )  # a light and a dark file, as GitHub shows them
-TABLE = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.S)
 FENCED = re.compile(r"^(```+[^\n]*\n.*?^```+$)", re.M | re.S)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -89,8 +89,10 @@ def stage(folder: Path, language: str, recorded: Path) -> None:
         root = "../" * (page.count("/") + bool(LANGUAGES[language]))
         text = text.replace("{root}", root).replace("{version}", release())
         text = text.replace("{repository}", repository(language))
-        text = text.replace("{reports}", results.list_of_reports(measured, root))
-        text = text.replace("{measurements}", results.list_of_pages(places.values(), root))
+        if page == "results/index.md":
+            text += f"\n{results.list_of_reports(measured, root)}\n"
+        if page in BELOW:
+            text += "\n```{toctree}\n:hidden:\n\n" + "\n".join(BELOW[page]) + "\n```\n"
         text = linked(themed(text), source, page, places, folder, root if language != "en" else None)
         path.write_text(tidied(text), encoding="utf-8")
 
@@ -98,25 +100,20 @@ def stage(folder: Path, language: str, recorded: Path) -> None:
 def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
     """(source in the repository, page on the site, text) of every page in a language."""
     documents = {f"docs/{path.relative_to(ROOT / 'docs').as_posix()}" for path in (ROOT / "docs").rglob("*.md")}
-    places = {path: path.removeprefix("docs/") for path in documents if not path.startswith("docs/zh/")}
-    places |= {"bench/README.md": "benchmark.md", "course/COVERAGE.md": "course/coverage.md"}
-    places |= {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-    measured = ROOT / "bench" / "results"
-    places |= {f"bench/results/{path.name}": f"results/{path.stem}.md" for path in measured.glob("*.md")}
+    english = (path for path in documents if not path.startswith("docs/zh/") and path not in NO_PAGES)
+    places = {path: path.removeprefix("docs/") for path in english}
+    places |= {"bench/README.md": "benchmark.md", "bench/results/README.md": "results/index.md"}
     for source, page in sorted(places.items()):
         translated = f"docs/zh/{page}"
         if language == "en":
             yield source, page, (ROOT / source).read_text(encoding="utf-8")
         elif (ROOT / translated).is_file():
-            text, original = ((ROOT / path).read_text(encoding="utf-8") for path in (translated, source))
-            yield translated, page, with_tables(text, original)
+            yield translated, page, (ROOT / translated).read_text(encoding="utf-8")
         elif not is_english_only(page):
             raise AttentionError("Chinese pages", f"no {translated}", f"a translation of {source}")
     for lesson in all_lessons():
         text = lessons.markdown(lesson, lessons.printed(recorded, lesson.number, language[:2]), language[:2])
         yield f"course/{lesson.path.name}", f"course/{lesson.number:02}.md", text
-    for name, text in results.tables(measured) if language == "en" else ():
-        yield f"bench/results/{name}.json", f"results/{name}.md", text
 
 
 def release() -> str:
@@ -137,22 +134,12 @@ def repository(language: str) -> str:
     return f" · [{'Repository' if language == 'en' else '代码仓库'}]({url})" if url else ""
 
 
-def with_tables(text: str, original: str) -> str:
-    """A translation with the tables of measurements of its original, for which it has {bench:NAME}.
-
-    >>> with_tables("{bench:speed}", "<!-- bench:speed -->\\n| a |\\n<!-- /bench:speed -->")
-    '| a |\\n'
-    """
-    tables = dict(TABLE.findall(original))
-    return re.sub(r"\{bench:([\w-]+)\}", lambda found: tables[found[1]], text)
-
-
 def is_english_only(page: str) -> bool:
     """
-    >>> is_english_only("gotchas.md"), is_english_only("results/2026.md"), is_english_only("results/index.md")
+    >>> is_english_only("explain.md"), is_english_only("results/index.md"), is_english_only("mods.md")
     (True, True, False)
     """
-    return page != "results/index.md" and page.startswith(ENGLISH_ONLY)
+    return page.startswith(ENGLISH_ONLY)
 
 
 def themed(text: str) -> str:
@@ -190,12 +177,13 @@ def linked(text: str, source: str, page: str, places: dict[str, str], folder: Pa
     def link(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
         there = places.get(target)
-        if there is None and target.startswith("docs/"):
+        if there is None and target.startswith("docs/") and target not in NO_PAGES:
             there = target.removeprefix("docs/").removeprefix("zh/")
-        if there is None and (ROOT / target).is_file():  # to be looked at or downloaded
-            there = f"files/{target}"
+        if there is None and (ROOT / target).is_file():  # to be looked at or downloaded; browsers show text
+            there = f"files/{target}{'.txt' * target.endswith('.md')}"
             (folder / there).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / target, folder / there)
+            return f"]({posixpath.relpath(there, posixpath.dirname(page) or '.')})"
         if there is None:
             return found[0]
         if english is not None and is_english_only(there):

@@ -4,14 +4,12 @@ tilewise explain 4 4096 16 128 --causal --device H200
 tilewise explain 1 2049 16 100 --device A100 --backward --json
 tilewise explain 4 4096 16 128 --device H200 --softcap 30 --alibi
 tilewise explain 4 1 32 128 --hk 8 --kv-lengths 4096 900 17 30000 --page 16 --device H200 --backend triton
-tilewise explain --check calls.json        measure this GPU and compare (needs one)
 """
 
 from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from pathlib import Path
 from typing import Any
 
 from tilewise_lab.costs.devices import DEVICES, ITEMSIZE
@@ -53,16 +51,6 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--kernel", action="store_true", help="what the compiler makes of the forward kernel, stage by stage"
     )
-    parser.add_argument(
-        "--check", type=Path, metavar="FILE", help="measure many calls on this GPU, keep them in FILE, compare"
-    )
-    parser.add_argument(
-        "--fit",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="fit the model to results of `tilewise bench`, and write it",
-    )
 
 
 def side(word: str) -> int | None:
@@ -75,12 +63,7 @@ def run(options: Namespace) -> int:
     from tilewise.errors import AttentionError
     from tilewise_lab import asked
     from tilewise_lab.costs.explain import explain
-    from tilewise_lab.explain import check
 
-    if options.check:
-        return check.run(asked.place(options.check, "--check"))
-    if options.fit:
-        return check.show_fit([asked.file(path, "--fit") for path in options.fit])
     shape = options.shape or [4, 4096, 16, 128]
     if len(shape) != 4 or min(shape) < 1:
         raise AttentionError("shape", " ".join(map(str, shape)), "B S H D, each 1 or more, for example 4 4096 16 128")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from tilewise_lab.fuzz import grown, kv, mla, sparse
+from tilewise_lab.fuzz.family import SIZES, Drawn
 from tilewise_lab.fuzz.twins import MASK, SCORE, Twin
 
 FORWARD = ("call", "no_grad", "inference", "vmap")  # modes that ask for no derivative
@@ -18,7 +19,7 @@ MODES = (*FORWARD, *REVERSE, "jvp", *SECOND)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Drawn):
     """Everything that a call is made of. The defaults are the simplest choices: shrinking goes towards them.
 
     lengths: (queries, keys) of each packed sequence; slack: tokens of q and of k past the last sequence.
@@ -29,11 +30,6 @@ class Case:
     """
 
     function: str = "attention"
-    seed: int = 0
-    backend: str = "auto"
-    device: str = "cpu"
-    mode: str = "call"
-    dtype: str = "float32"
     batch: int = 1
     n_q: int = 1
     n_k: int = 1
@@ -151,18 +147,11 @@ class Case:
         """The reverse of `dict`, from JSON."""
         return Case(**{name: _frozen(x) for name, x in data.items()})
 
-    def dict(self) -> dict[str, Any]:
-        """What differs from the simplest case."""
-        simplest = asdict(Case())
-        return {name: x for name, x in asdict(self).items() if x != simplest[name]}
-
     def features(self) -> frozenset[str]:
         """The names of the fields that are not at their simplest, sizes left out; two cases that fail alike and have
         the same are one finding."""
-        plain = {f.name for f in fields(self)} - {
-            "seed", "batch", "n_q", "n_k", "heads", "d", "dv", "lengths", "device", "backend", "wants"}  # fmt: skip
         valued = {"mode", "function", "score_mod", "mask_mod"}
-        return frozenset(f"{n} {x}" if n in valued else n for n, x in self.dict().items() if n in plain)
+        return frozenset(f"{n} {x}" if n in valued else n for n, x in self.dict().items() if n not in SIZES)
 
 
 def _frozen(x: Any) -> Any:
@@ -182,16 +171,10 @@ def code(case: AnyCase, poisoned: dict[str, list[tuple[int, ...]]] | None = None
     """
     if not isinstance(case, Case):
         return str(MODULES[type(case)].code(case))
-    lines = ["import torch, tilewise"]
     call = _call(case)
     fixed = _fixed(case)
-    if "twins." in call + fixed.get("mask", ""):
-        lines.append("from tilewise_lab.fuzz import twins")
-    if case.bad is not None and "numpy" in case.bad[1]:
-        lines.append("import numpy")
-    if case.device != "cpu":
-        lines.append(f"torch.set_default_device({case.device!r})")
-    lines.append(f"torch.manual_seed({case.seed})")
+    twins = ["from tilewise_lab.fuzz import twins"] * ("twins." in call + fixed.get("mask", ""))
+    lines = case.begin(*twins, *["import numpy"] * (case.bad is not None and "numpy" in case.bad[1]))
     for name, shape in case.shapes().items():
         lines.append(f"{name} = {made(case, name, shape, case.gain if name == 'q' else 1.0)}")
     lines += [f"{name} = {text}" for name, text in fixed.items()]

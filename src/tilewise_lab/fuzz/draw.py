@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tilewise_lab.fuzz import grown, kv, mla, sparse
 from tilewise_lab.fuzz.bad import BAD
 from tilewise_lab.fuzz.case import FORWARD, SECOND, Case
-from tilewise_lab.fuzz.twins import MASK, SCORE
+from tilewise_lab.fuzz.family import options
 
 TANGENTS = ("jvp", "jvp of grad", "hessian")  # modes of forward-mode derivatives
 WINDOWS = (0, 0, 1, 1, 3, 3, 20, 20, 2**31 - 1, 2**31, 2**40, 2**63, None, None)
-SCALES = (0.0, -0.5, 1.0, 0.3)
-BIASES = ("bhij", "hij", "ij", "bj", "hi", "bij", "h", "j", "i", "", "-hij", "-ij", "-j", "-")
 LAYOUTS = ("turned", "stepped", "expanded", "offset", "padded")
 
 
@@ -58,41 +56,26 @@ def draw(seed: int, number: int, where: Where) -> Case:
     return _spoilt(r, case) if r.random() < 0.2 else _used(r, case, where)
 
 
-def draw_kv(seed: int, number: int, where: Where) -> kv.KvCase:
-    """The same of a call with a KV cache."""
-    r = random.Random(f"kv {seed} {number} {where}")
-    case = kv.draw(r, where.dtypes, where.interpreted)
-    if case.mode == "compile" and case.mask_mod == "tree":  # which reads its tree on the host
+def drawn(family: str, seed: int, number: int, where: Where) -> Any:
+    """The same of another family: "kv" (a call with a KV cache), "mla", "sparse", "grown" (a block mask that was cut or
+    has grown)."""
+    r = random.Random(f"{family} {seed} {number} {where}")
+    case = FAMILIES[family].draw(r, where.dtypes, where.interpreted)
+    backend = where.backend
+    if family == "kv" and case.mode == "compile" and case.mask_mod == "tree":  # which reads its tree on the host
         case = replace(case, mode="call")
-    return replace(case, seed=r.randrange(10_000), backend=where.backend, device=where.device)
-
-
-def draw_sparse(seed: int, number: int, where: Where) -> sparse.SparseCase:
-    """The same of a call of `tilewise.sparse`."""
-    r = random.Random(f"sparse {seed} {number} {where}")
-    case = sparse.draw(r, where.dtypes, where.interpreted)
-    if case.function == "topk" and where.backend == "triton" and case.mode in sparse.TRANSFORMS:  # it raises there
-        case = replace(case, mode="backward")
-    if where.interpreted and case.function == "neighborhood" and case.mode in ("create_graph", "jvp of grad"):
-        case = replace(case, batch=1, kv_heads=1, group=1)  # its boxes have 128 tokens each, which take long
-    backend = "auto" if where.backend == "hopper" else where.backend  # nsa and topk take no such name
+    elif family == "sparse":
+        if case.function == "topk" and backend == "triton" and case.mode in sparse.TRANSFORMS:  # it raises there
+            case = replace(case, mode="backward")
+        if where.interpreted and case.function == "neighborhood" and case.mode in ("create_graph", "jvp of grad"):
+            case = replace(case, batch=1, kv_heads=1, group=1)  # its boxes have 128 tokens each, which take long
+        backend = "auto" if backend == "hopper" else backend  # nsa and topk take no such name
+    elif family == "grown" and where.device == "cuda":  # its kernels take tiles of 128 and more
+        case = replace(case, block=(128, 128), n_q=case.n_q * 8, n_k=case.n_k * 8)
     return replace(case, seed=r.randrange(10_000), backend=backend, device=where.device)
 
 
-def draw_grown(seed: int, number: int, where: Where) -> grown.GrownCase:
-    """The same of a call with a block mask that was cut or has grown."""
-    r = random.Random(f"grown {seed} {number} {where}")
-    case = grown.draw(r, where.dtypes, where.interpreted)
-    if where.device == "cuda":  # its kernels take tiles of 128 and more
-        case = replace(case, block=(128, 128), n_q=case.n_q * 8, n_k=case.n_k * 8)
-    return replace(case, seed=r.randrange(10_000), backend=where.backend, device=where.device)
-
-
-def draw_mla(seed: int, number: int, where: Where) -> mla.MlaCase:
-    """The same of a cache of MLA."""
-    r = random.Random(f"mla {seed} {number} {where}")
-    case = mla.draw(r, where.dtypes, where.interpreted)
-    return replace(case, seed=r.randrange(10_000), backend=where.backend, device=where.device)
+FAMILIES: dict[str, Any] = {"kv": kv, "mla": mla, "sparse": sparse, "grown": grown}
 
 
 def _attention(r: random.Random, where: Where) -> Case:
@@ -147,24 +130,23 @@ def _sized(r: random.Random, where: Where) -> Case:
 def _termed(r: random.Random, case: Case, where: Where) -> Case:
     """The case with score terms, masks and options."""
 
-    def maybe(options: Iterable[Any], odds: float) -> Any:
-        return r.choice(list(options)) if r.random() < odds else None
-
-    rich = r.random() < 0.6
-    odds = 0.25 if rich else 0.0
-    mask = maybe(MASK, odds)
-    window = (r.choice(WINDOWS), r.choice(WINDOWS)) if r.random() < 0.35 else None
-    blocked = mask is not None and min(len(case.sequences), case.heads, *case.longest) > 0 and r.random() < 0.4
-    dropped = maybe((0.1, 0.5, 0.9), odds) or 0.0
+    odds = 0.25 if r.random() < 0.6 else 0.0
+    terms = options(r, "softcap", "bias", "sinks", "score_mod", "mask_mod", "dropout_p", odds=odds)
+    terms |= options(r, "causal", "scale", "return_lse", "deterministic")
+    if r.random() < 0.35:
+        terms["window"] = r.choice(WINDOWS), r.choice(WINDOWS)
+    if r.random() < odds:
+        terms["alibi"] = r.choice(("h", "bh"))
+    if "dropout_p" in terms:
+        terms["dropout_seed"] = options(r, "seed").get("seed", 11)
+    some = min(len(case.sequences), case.heads, *case.longest) > 0
+    blocked = "mask_mod" in terms and some and r.random() < 0.4
     dtypes = [(name, r.choice(("float32", "float16", "float64"))) for name in ("bias", "sinks", "slopes_of_alibi")]
     return replace(
-        case, causal=r.random() < 0.35, window=window, scale=maybe(SCALES, 0.2), gain=20.0 if r.random() < 0.1 else 1.0,
-        softcap=maybe((0.5, 2.0, 30.0), odds), bias=maybe(BIASES, odds), alibi=maybe(("h", "bh"), odds),
-        sinks=r.random() < odds, score_mod=maybe(SCORE, odds), mask_mod=mask,
+        case, **terms, gain=20.0 if r.random() < 0.1 else 1.0,
         block=(128 if where.device == "cuda" else 16) if blocked else 0,
-        dropout_p=dropped, dropout_seed=r.choice((0, 11, 2**40, 2**63 - 1, -3)) if dropped else 11,
-        return_lse=r.random() < 0.6, deterministic=maybe((True, False), 0.15),
-        hidden=maybe(("nan", "inf"), 0.2), dtypes=tuple(x for x in dtypes if r.random() < 0.15),
+        hidden=r.choice(("nan", "inf")) if r.random() < 0.2 else None,
+        dtypes=tuple(x for x in dtypes if r.random() < 0.15),
     )  # fmt: skip
 
 
@@ -199,7 +181,7 @@ def _used(r: random.Random, case: Case, where: Where) -> Case:
         mode in TANGENTS
     ):  # torch gives a tangent the strides of its primal, and cannot write to one that overlaps itself
         layouts = [(n, layout) for n, layout in layouts if not layout.startswith("expanded")]
-    largest = mode in ("call", "no_grad", "inference") and r.random() < 0.4
+    largest = mode in ("call", "no_grad", "inference") and bool(options(r, "return_max_logit"))
     return replace(case, mode=mode, wants=tuple(wants), layouts=tuple(layouts), return_max_logit=largest)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise_lab.fuzz.budget import attended, excess
+from tilewise_lab.fuzz.family import Drawn, options
 from tilewise_lab.fuzz.twins import MASK, MASK_BY_INDEX, Place
 
 TWINS = MASK | MASK_BY_INDEX
@@ -35,16 +36,11 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GrownCase:
+class GrownCase(Drawn):
     """steps: (tokens,) by which the mask grows; (start, stop, keys) of the queries that it is cut to, keys 0 where they
     are not given. longer: the tensors of the mod grow with the sequence. kept: the mask is saved and loaded after each
     step. The defaults are the simplest."""
 
-    seed: int = 0
-    backend: str = "auto"
-    device: str = "cpu"
-    mode: str = "call"
-    dtype: str = "float32"
     batch: int = 1
     n_q: int = 16
     n_k: int = 16
@@ -65,15 +61,8 @@ class GrownCase:
     hidden: ClassVar[Any] = None
     deterministic: ClassVar[bool] = False
 
-    def dict(self) -> dict[str, Any]:
-        """What differs from the simplest case."""
-        simplest = asdict(GrownCase())
-        return {name: x for name, x in asdict(self).items() if x != simplest[name]}
-
     def features(self) -> frozenset[str]:
-        sizes = {"seed", "n_q", "n_k", "d", "dv", "steps", "device", "backend"}
-        kinds = {f"steps {len(step)}" for step in self.steps}
-        return frozenset(name for name in self.dict() if name not in sizes) | kinds
+        return super().features() | {f"steps {len(step)}" for step in self.steps}
 
     @property
     def parts(self) -> list[Part]:
@@ -108,9 +97,7 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> GrownCase:
         mode=r.choice(("call", "no_grad", "backward")), dtype=r.choice(dtypes), batch=r.choice((1, 1, 2)), n_q=n_q,
         n_k=n_k, heads=r.choice((1, 2)), group=r.choice((1, 2)), d=r.choice((2, 4, 8)), dv=r.choice((2, 4, 8)),
         block=(r.choice((16, 32)), r.choice((16, 32) if small else (16, 32, 48))), mask_mod=name,
-        causal=r.random() < 0.4, steps=(),
-        window=(r.choice((None, 0, 3, 30)), r.choice((None, 0, 2, 40))) if r.random() < 0.3 else None,
-        longer=r.random() < 0.4, kept=r.random() < 0.1, return_lse=r.random() < 0.5,
+        steps=(), longer=r.random() < 0.4, kept=r.random() < 0.1, **options(r, "causal", "window", "return_lse"),
     )  # fmt: skip
     if "h" in TWINS[name].reads and case.heads * case.group == 1:
         case = replace(case, heads=2)
@@ -140,12 +127,8 @@ def code(case: GrownCase) -> str:
     """The Python of a case, which leaves `masks`, `made` (the lists of a mask made at once, if it was not cut), `outs`
     and, in the mode "backward", `grads`."""
     twin, parts = TWINS[case.mask_mod], case.parts
-    lines = ["import torch, tilewise"] + (["import pickle"] if case.kept else [])
-    if "twins." in twin.call:
-        lines.append("from tilewise_lab.fuzz import twins")
-    if case.device != "cpu":
-        lines.append(f"torch.set_default_device({case.device!r})")
-    lines.append(f"torch.manual_seed({case.seed})")
+    twins = ["from tilewise_lab.fuzz import twins"] * ("twins." in twin.call)
+    lines = case.begin(*["import pickle"] * case.kept, *twins)
     longest = max(map(case.tokens, parts)) + (2 if case.bad else 0)
     lines += _tables(case, longest)
     heads = case.heads * case.group
@@ -175,7 +158,7 @@ def code(case: GrownCase) -> str:
     options = [*band, "mask_mod=mask"] + ["return_lse=True"] * case.return_lse
     options += [f"backend={case.backend!r}"] * (case.backend != "auto")
     call = f"tilewise.attention(q, k, v, {', '.join(options)})"
-    cast = "" if case.dtype == "float32" else f".to(torch.{case.dtype})"
+    cast = case.cast
     shapes = {"q": (n_q, heads, case.d), "k": (n_k, case.heads, case.d), "v": (n_k, case.heads, case.dv)}
     made = [f"{name} = torch.randn{(case.batch, *shape)}{cast}" for name, shape in shapes.items()]
     if case.mode == "compile":

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from tilewise_lab.fuzz import stored
+from tilewise_lab.fuzz.family import Drawn, options
 from tilewise_lab.fuzz.twins import MASK, SCORE, Twin
 
 NAN = "float('nan')"
 TERMS = ("window", "scale", "softcap", "split", "return_lse")
+DRAWN = (*TERMS, "sinks", "score_mod", "mask_mod", "tree", "plan", "out")
 
 
 @dataclass(frozen=True)
-class KvCase:
+class KvCase(Drawn):
     """lengths, queries, new: tokens in the cache, queries and new tokens of each sequence; new: () for none. page 0: a
     dense cache. The defaults are the simplest.
 
@@ -29,11 +31,6 @@ class KvCase:
     the cache of MLA, whose values are the first columns of the keys, with the same numbers and scales.
     """
 
-    seed: int = 0
-    backend: str = "auto"
-    device: str = "cpu"
-    mode: str = "call"
-    dtype: str = "float32"
     lengths: tuple[int, ...] = (1,)
     queries: tuple[int, ...] = (1,)
     new: tuple[int, ...] = ()
@@ -77,15 +74,6 @@ class KvCase:
     def totals(self) -> list[int]:
         return [n + new for n, new in zip(self.lengths, self.new or (0,) * len(self.lengths), strict=True)]
 
-    def dict(self) -> dict[str, Any]:
-        """What differs from the simplest case."""
-        simplest = asdict(KvCase())
-        return {name: x for name, x in asdict(self).items() if x != simplest[name]}
-
-    def features(self) -> frozenset[str]:
-        sizes = {"seed", "lengths", "queries", "kv_heads", "d", "dv", "device", "backend"}
-        return frozenset(self.dict()) - sizes
-
     def table(self) -> list[list[int]]:
         """The pages of every sequence, or the row of a dense cache."""
         each = [-(-n // self.page) for n in self.totals] if self.page else [1] * len(self.lengths)
@@ -124,9 +112,6 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> KvCase:
     dv = d if r.random() < 0.6 else r.choice((1, 3, 8, 20))
     stores = [_store(r, n) for n in (d, dv)]
 
-    def maybe(x: Any, odds: float = 0.2) -> Any:
-        return x if r.random() < odds else None
-
     case = KvCase(
         mode="compile" if r.random() < 0.03 and not small else r.choice(("call", "no_grad", "inference", "append")),
         dtype=r.choice(dtypes), lengths=lengths, queries=queries, new=new, packed=packed,
@@ -134,14 +119,10 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> KvCase:
         starts=tuple(r.randint(0, n) for n in lengths) if r.random() < 0.25 else (), kv_heads=r.choice((1, 2)),
         group=r.choice((1, 2, 3, 4)), d=d, dv=dv,
         k_store=stores[0][0], k_scale=stores[0][1], v_store=stores[1][0], v_scale=stores[1][1],
-        heads_first=r.random() < 0.2, causal=r.random() < 0.75, scale=maybe(r.choice((0.3, -0.5, 0.0))),
-        window=maybe((r.choice((None, 0, 3, 20)), r.choice((None, 0, 2))), 0.3),
-        softcap=maybe(r.choice((0.5, 2.0))), split=maybe(r.choice((0, 128))), alibi=r.random() < 0.15,
-        sinks=r.random() < 0.2, score_mod=maybe(r.choice(list(SCORE))), mask_mod=maybe(r.choice(list(MASK))),
-        tree=r.random() < 0.15,
-        rotary=r.choice(("halves", "pairs")) if new and r.random() < 0.4 and not stores[0][0] else "",
+        heads_first=r.random() < 0.2, causal=r.random() < 0.75, alibi="alibi_slopes" in options(r, "alibi_slopes"),
+        **options(r, "rotary") if new and not stores[0][0] else {},
+        **options(r, *DRAWN),
         slots=tuple(n for n in range(sum(new)) if r.random() < 0.3) if new and r.random() < 0.2 else None,
-        plan=r.random() < 0.3, out=r.random() < 0.2, return_lse=r.random() < 0.6,
         shared=tuple(r.choice((0, 1, 3, 40)) for _ in lengths) if r.random() < 0.2 else (),
     )  # fmt: skip
     if r.random() < 0.05:
@@ -170,18 +151,13 @@ def _store(r: random.Random, dim: int) -> tuple[str, str]:
 def code(case: KvCase) -> str:
     """The Python of a case, which leaves `outs`."""
     heads, tokens, batch = case.kv_heads * case.group, sum(case.queries), len(case.lengths)
-    cast = "" if case.dtype == "float32" else f".to(torch.{case.dtype})"
 
     def randn(*shape: int) -> str:
-        return f"torch.randn({', '.join(map(str, shape))}){cast}"
+        return f"torch.randn({', '.join(map(str, shape))}){case.cast}"
 
-    lines = ["import torch, tilewise"]
     mods = list(mods_of(case))
-    if any("twins." in twin.call for _, twin in mods):
-        lines.append("from tilewise_lab.fuzz import twins")
-    if case.device != "cpu":
-        lines.append(f"torch.set_default_device({case.device!r})")
-    lines.append(f"torch.manual_seed({case.seed})")
+    twins = any("twins." in twin.call for _, twin in mods)
+    lines = case.begin(*["from tilewise_lab.fuzz import twins"] * twins)
     rows, page = case.shape
     if case.k_store in stored.LARGEST or case.v_store in stored.LARGEST:
         lines.append("from tilewise_lab.fuzz import stored")

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewise_lab.fuzz import kv, stored
+from tilewise_lab.fuzz.family import options
 
 LATENT, WIDTH = 512, 576
 DEEPSEEK = "deepseek"  # 656 bytes for each token
@@ -38,11 +39,6 @@ class MlaCase(kv.KvCase):
     indices: int = 0
     counts: str = ""
 
-    def dict(self) -> dict[str, Any]:
-        """What differs from the simplest case."""
-        simplest = asdict(MlaCase())
-        return {name: x for name, x in asdict(self).items() if x != simplest[name]}
-
     @property
     def is_deepseek(self) -> bool:
         return self.k_store == DEEPSEEK
@@ -67,11 +63,10 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> MlaCase:
         lengths=tuple(0 if r.random() < 0.15 else r.randint(1, most) for _ in range(batch)), packed=packed,
         slack=r.choice((0, 0, 3)) if packed else 0, page=r.choice((0, 1, 3, 8, 16)), csr=r.random() < 0.3,
         group=r.choice((1, 2, 3, 8)), k_store=store, k_scale=scale, v_store=store, v_scale=scale,
-        causal=r.random() < 0.75, scale=r.choice((0.3, -0.5, 0.07)) if r.random() < 0.3 else None,
-        split=r.choice((0, 128)) if r.random() < 0.2 else None, sinks=r.random() < 0.2,
-        room=r.choice((0, 0, 4, 16)), dims=r.choice((64, 64, 32, 2)), plan=r.random() < 0.2, out=r.random() < 0.2,
+        causal=r.random() < 0.75, room=r.choice((0, 0, 4, 16)), dims=r.choice((64, 64, 32, 2)),
+        **options(r, "scale", "split", "sinks", "plan", "out", "return_lse"),
+        **options(r, "rotary") if new else {},
         slots=tuple(n for n in range(sum(new)) if r.random() < 0.3) if new and r.random() < 0.3 else None,
-        return_lse=r.random() < 0.5, rotary=r.choice(("halves", "pairs")) if new and r.random() < 0.4 else "",
     )  # fmt: skip
     if case.mode == "append" and new:
         return replace(case, values=tuple(r.choice(VALUES) for _ in range(r.randint(1, 4))), rotary="")
@@ -80,8 +75,7 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> MlaCase:
     if store in stored.LARGEST:  # what is rotated may be rounded the other way
         case = replace(case, rotary="")
     if case.mode == "kv":
-        window = (r.choice((None, 0, 3, 20)), r.choice((None, 0, 2))) if r.random() < 0.3 else None
-        case = replace(case, window=window, softcap=r.choice((0.5, 2.0)) if r.random() < 0.2 else None)
+        case = replace(case, **options(r, "window", "softcap"))
         return replace(case, mode="compile") if r.random() < 0.05 and not small else case
     if not packed and case.slots is None and r.random() < 0.4:
         kinds = ["", "number", "sequence", "query"]
@@ -92,11 +86,8 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> MlaCase:
 def code(case: MlaCase) -> str:
     """The Python of a case, which leaves `before`, `cache` and, unless it is only written, `outs`."""
     batch, heads, page = len(case.lengths), case.group, case.shape[1]
-    tokens, cast = sum(case.queries), "" if case.dtype == "float32" else f".to(torch.{case.dtype})"
-    lines = ["import torch, tilewise", "from tilewise_lab.fuzz import stored"]
-    lines += [f"torch.set_default_device({case.device!r})"] * (case.device != "cpu")
-    lines.append(f"torch.manual_seed({case.seed})")
-    lines += _cache(case)
+    tokens, cast = sum(case.queries), case.cast
+    lines = [*case.begin("from tilewise_lab.fuzz import stored"), *_cache(case)]
     lead = (tokens + case.slack,) if case.packed else (batch, case.queries[0])
     lines.append(f"q = torch.randn{(*lead, heads, WIDTH)}{cast}")
     lines += [f"q[{tokens}:] = float('nan')"] * bool(case.slack)

@@ -9,13 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewise_lab.fuzz.case import AnyCase
-from tilewise_lab.fuzz.draw import Where, draw, draw_grown, draw_kv, draw_mla, draw_sparse
+from tilewise_lab.fuzz.draw import Where, draw, drawn
 from tilewise_lab.fuzz.judge import Verdict
 from tilewise_lab.fuzz.shrink import shrink
 
-MAKES: tuple[Callable[..., AnyCase], ...] = (
-    draw, draw, draw_sparse, draw_kv, draw, draw_grown, draw, draw_kv, draw_mla, draw_sparse,
-)  # fmt: skip
+MAKES = ("dense", "dense", "sparse", "kv", "dense", "grown", "dense", "kv", "mla", "sparse")  # in turn
+
+
+def case_of(seed: int, number: int, where: Where) -> AnyCase:
+    """The call of a seed with this number."""
+    family = MAKES[number % len(MAKES)]
+    found: AnyCase = draw(seed, number, where) if family == "dense" else drawn(family, seed, number, where)
+    return found
+
+
 SAME_KEY = 4  # cases of one key that are shrunk, since they may have several causes
 
 
@@ -52,7 +59,7 @@ class Search:
         """Goes on until the time or the cases are spent; yields after each case what is new, or None."""
         until = None if seconds is None else time.monotonic() + seconds
         while (until is None or time.monotonic() < until) and (cases is None or self.cases < cases):
-            case = MAKES[self.cases % len(MAKES)](self.seed, self.cases, self.where)
+            case = case_of(self.seed, self.cases, self.where)
             self.cases += 1
             verdict = self.judge(case)
             self.kinds["bad input" if case.bad else verdict.kind or "right"] += 1

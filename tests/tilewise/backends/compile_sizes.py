@@ -24,7 +24,7 @@ from tilewise.kv_request import CachePlaces, KvRequest
 from tilewise.request import Gpu, Request, Spec
 from tilewise.warmup import Kind, _launches
 from tilewise_lab.bench.cases import Case
-from tilewise_lab.bench.shapes_compile import request_of
+from tilewise_lab.bench.sweep import request_of
 
 SM_90 = Gpu("cuda", 90)
 

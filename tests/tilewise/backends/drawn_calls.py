@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from tilewise_lab.fuzz import draw, kv, sparse
+from tilewise_lab.fuzz import draw, family, kv, sparse
 from tilewise_lab.fuzz.case import Case, code
 
 DIMS = 8, 16, 17, 40, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 200, 256, 256, 320, 384, 512
@@ -68,7 +68,7 @@ def backward(r: random.Random, backend: str) -> str:
 
 def term_gradients(r: random.Random, backend: str) -> str:
     """Gradients of a bias, sinks and a score mod's tensors."""
-    terms = {"bias": r.choice(draw.BIASES), "score_mod": r.choice([*draw.SCORE])}
+    terms = {"bias": family.OPTIONS["bias"].value(r), "score_mod": family.OPTIONS["score_mod"].value(r)}
     case = replace(dense(r, "backward"), **dict([*terms.items()][r.choice((slice(1), slice(1, 2), slice(2)))]))
     case = replace(case, sinks=r.random() < 0.5)
     return code(replace(case, backend=backend, wants=tuple(case.shapes())[r.choice((0, 3)) :]))

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 import tilewise
 from tests.forks import python
-from tilewise.compat import bert_padding, flash_attn, flash_attn_3, modules
+from tilewise.adapters import flash_install as modules
+from tilewise.compat import bert_padding, flash_attn, flash_attn_3
 
 
 def naive(

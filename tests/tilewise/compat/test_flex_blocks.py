@@ -15,8 +15,8 @@ from torch.testing import assert_close
 import tilewise
 from tests.covering import cases, each_once
 from tests.tilewise.compat.test_flex import MASKS, B, D, H, S, causal, qkv, quiet, results
+from tilewise.adapters.flex import _converted
 from tilewise.compat import flex_attention
-from tilewise.compat.flex import _converted
 
 __all__ = ["quiet"]  # a fixture of all tests here
 
@@ -100,7 +100,7 @@ def test_the_band_of_a_mask_is_computed_as_one() -> None:
 
 
 def test_lists_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.compat import flex
+    from tilewise.adapters import flex
 
     calls = []
     inner = flex._convert

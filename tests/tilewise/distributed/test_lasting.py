@@ -4,7 +4,9 @@ process."""
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -64,6 +66,21 @@ def test_a_plan_is_known_as_long_as_somebody_has_it():
         plan(2, seqlen=500 + n, causal=True)
     out.sum().backward()
     attention(q, k, v, plan=of).sum().backward()
+
+
+def test_a_plan_that_nobody_has_is_gone():
+    """With the tensors that calls have kept on it, once so many others were made."""
+    of = made("halo", 53)
+    rehearse(*leaves(53), plan=of)
+    of.index(1)
+    gone = weakref.ref(of)
+    kept = weakref.ref(of.tensors)
+    del of
+    for n in range(300):
+        plan(2, seqlen=1500 + n)
+    gc.collect()
+    assert gone() is None
+    assert kept() is None
 
 
 def test_a_copy_is_the_same_plan_and_one_from_elsewhere_a_new_one():

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 from torch.nn import attention
 
-from tilewise.integrations import flash_registry
+from tilewise.adapters import torch_registry
 
 
 @contextmanager
 def active() -> Iterator[None]:
     """Torch's flash attention is ours. The registry of torch 2.10 activates for good, and is gone around."""
     if not hasattr(attention, "restore_flash_attention_impl"):
-        handle = flash_registry.activate()
+        handle = torch_registry.activate()
     else:
         handle = None
         attention.activate_flash_attention_impl("tilewise")

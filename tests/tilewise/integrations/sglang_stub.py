@@ -4,10 +4,9 @@ SGLang 0.5.23 (0.5.15 has the same)."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -133,16 +132,7 @@ def add_attention_backend_choices(choices: list[str]) -> None:
     CHOICES.extend(choices)
 
 
-def modules(version: str) -> dict[str, ModuleType]:
-    """What to put into sys.modules."""
-    here = {name: x for name, x in vars(sys.modules[__name__]).items() if not name.startswith("_")}
-    made = {}
-    for name in (
-        "sglang", "sglang.srt", "sglang.srt.layers", "sglang.srt.layers.attention", "sglang.srt.server_args",
-        "sglang.srt.layers.attention.attention_registry", "sglang.srt.layers.attention.base_attn_backend",
-    ):  # fmt: skip
-        made[name] = ModuleType(name)
-        made[name].__path__ = []  # type: ignore[attr-defined]
-        vars(made[name]).update(here)
-    made["sglang"].__version__ = version  # type: ignore[attr-defined]
-    return made
+MODULES = (
+    "sglang", "sglang.srt", "sglang.srt.layers", "sglang.srt.layers.attention", "sglang.srt.server_args",
+    "sglang.srt.layers.attention.attention_registry", "sglang.srt.layers.attention.base_attn_backend",
+)  # fmt: skip

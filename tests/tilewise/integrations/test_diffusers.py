@@ -11,6 +11,7 @@ from torch.testing import assert_close
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install tilewise[diffusers]")
 
 import tilewise  # noqa: E402
+import tilewise.adapters.diffusers as adapter  # noqa: E402
 import tilewise.integrations.diffusers as integration  # noqa: E402
 
 
@@ -49,8 +50,8 @@ def sd3() -> tuple[Any, dict[str, Any]]:
 @pytest.mark.parametrize("make", [flux, sd3])
 def test_models(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    inner = integration.scaled_dot_product_attention
-    monkeypatch.setattr(integration, "scaled_dot_product_attention", lambda *a: (calls.append(a), inner(*a))[1])
+    inner = adapter.scaled_dot_product_attention
+    monkeypatch.setattr(adapter, "scaled_dot_product_attention", lambda *a: (calls.append(a), inner(*a))[1])
     model, inputs = make()
     with torch.no_grad():
         expected = model(**inputs).sample

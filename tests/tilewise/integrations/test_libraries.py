@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 import tilewise
-from tilewise.integrations import sdpa
+from tilewise.adapters import sdpa
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ import tilewise
 from tests.covering import cases
 from tests.forks import python
 from tests.tilewise.integrations.registry import active
-from tilewise.integrations import flash_registry
-from tilewise.integrations.bands import recognised
-from tilewise.integrations.sdpa import TORCHS
+from tilewise.adapters import torch_registry
+from tilewise.adapters.bool_masks import recognised
+from tilewise.adapters.sdpa import TORCHS
 
 EPS = {torch.float32: 2e-7, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -238,7 +238,7 @@ def test_masks_are_recognised_on_request(mask: Tensor, window: Any) -> None:
 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Notes every call of tilewise.attention made through the replacement."""
-    from tilewise.integrations import sdpa
+    from tilewise.adapters import sdpa
 
     seen: list[Any] = []
     inner = sdpa.attention
@@ -373,8 +373,8 @@ class TestRegistry:
     @pytest.mark.parametrize("kind", ["full", "causal", "mask"])
     def test_torchs_flash_is_ours(self, monkeypatch: pytest.MonkeyPatch, n_q: int, n_k: int, kind: str) -> None:
         seen = []
-        inner = flash_registry.attention
-        monkeypatch.setattr(flash_registry, "attention", lambda *a, **k: (seen.append(k), inner(*a, **k))[1])
+        inner = torch_registry.attention
+        monkeypatch.setattr(torch_registry, "attention", lambda *a, **k: (seen.append(k), inner(*a, **k))[1])
         leaves = [torch.randn(2, 2, n, 8, requires_grad=True) for n in (n_q, n_k, n_k)]
         mask = torch.randn(n_q, n_k) if kind == "mask" else None
         for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
@@ -414,7 +414,7 @@ class TestRegistry:
 
         def call() -> Tensor:
             args = x, x, x, offsets, offsets, 4, 4, 0.0, False, False
-            return flash_registry.flash_forward(*args, num_splits=num_splits)[0]  # type: ignore[no-any-return]
+            return torch_registry.flash_forward(*args, num_splits=num_splits)[0]  # type: ignore[no-any-return]
 
         if not num_splits or (packed and num_splits == 1):
             assert call().shape == x.shape

@@ -17,20 +17,16 @@ from torch.testing import assert_close
 import tilewise
 from tests.kv_cases import KvCase, KvInputs, inputs
 from tests.tilewise.integrations import sglang_stub as stub
+from tests.tilewise.integrations.engine_stub import engine
 from tilewise.integrations import sglang as plugin
-
-NAME = "tilewise.integrations.sglang_backend"
 
 
 @pytest.fixture
 def create(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name, module in stub.modules("0.5.23").items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
-    plugin.register()
-    assert "tilewise" in stub.CHOICES
-    yield stub.ATTENTION_BACKENDS["tilewise"]
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    with engine(monkeypatch, stub, "0.5.23", "tilewise.adapters.sglang"):
+        plugin.register()
+        assert "tilewise" in stub.CHOICES
+        yield stub.ATTENTION_BACKENDS["tilewise"]
 
 
 REQUESTS = (4, 1, 6, 2)  # which row of the pool of requests is whose

@@ -18,7 +18,7 @@ ATTENTION = "sglang.srt.layers.attention"
 
 
 def backend_class() -> Any:
-    return import_module("tilewise.integrations.sglang_backend").TilewiseBackend
+    return import_module("tilewise.adapters.sglang").TilewiseBackend
 
 
 def overridden(cls: type, base: type) -> list[str]:

@@ -24,8 +24,8 @@ import tilewise  # noqa: E402
 import tilewise.integrations.transformers as integration  # noqa: E402
 from tests.covering import cases  # noqa: E402
 from tests.tilewise.integrations.hf_models import BOS, MODELS, PAD, TOKENS, VOCABULARY, WINDOW, build, inputs  # noqa: E402
-from tilewise.integrations import hf_cache  # noqa: E402
-from tilewise.integrations.hf_masks import Mask, make_mask  # noqa: E402
+from tilewise.adapters import transformers as adapter  # noqa: E402
+from tilewise.adapters.transformers_masks import Mask, make_mask  # noqa: E402
 
 QUICK = ("llama", "mistral", "gemma2", "gpt_oss", "bert", "modernbert", "t5", "vit")
 
@@ -468,7 +468,9 @@ def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     pytest.importorskip("psutil", reason="transformers measures memory with psutil")
     in_place, select = [], torch.index_select
     monkeypatch.setattr(
-        hf_cache, "attend", lambda *a, _f=hf_cache.attend, **k: in_place.append(_f(*a, **k)) or in_place[-1]
+        adapter,
+        "attend_in_pages",
+        lambda *a, _f=adapter.attend_in_pages, **k: in_place.append(_f(*a, **k)) or in_place[-1],
     )
     gathers: list[int] = []
     monkeypatch.setattr(torch, "index_select", lambda *a, **k: gathers.append(1) or select(*a, **k))
@@ -491,8 +493,8 @@ def test_a_table_of_blocks_decodes_as_indices_do() -> None:
     """transformers passes a table instead of indices if all sequences have one query; those that pad have none."""
     torch.manual_seed(0)
     page, lengths, blocks = 4, [6, 1, 0], [[3, 1], [4, -1], [-1, -1]]
-    pools = [hf_cache.Pool(*torch.randn(2, 6, page, 2, 16).unbind(0), group=0)]
-    pools.append(hf_cache.Pool(pools[0].k.clone(), pools[0].v.clone(), group=0))
+    pools = [adapter.Pool(*torch.randn(2, 6, page, 2, 16).unbind(0), group=0)]
+    pools.append(adapter.Pool(pools[0].k.clone(), pools[0].v.clone(), group=0))
     q, k, v = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)
     offsets = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 6, 7, 7])
     slots = [[blocks[b][i // page] * page + i % page for i in range(n)] for b, n in enumerate(lengths)]
@@ -500,7 +502,7 @@ def test_a_table_of_blocks_decodes_as_indices_do() -> None:
     by_index = {"read_index": [read], "max_seqlen_q": 1, "max_seqlen_k": 6}
     by_table = {"read_index": [read[:0]], "block_table": torch.tensor([blocks]).int()}
     found = [
-        hf_cache.attend(SimpleNamespace(max_batch_tokens=8), pool, (q, k, v), offsets, named)
+        adapter.attend_in_pages(SimpleNamespace(max_batch_tokens=8), pool, (q, k, v), offsets, named)
         for pool, named in zip(pools, (by_index, by_table), strict=True)
     ]
     for a, b in (found, [x.k for x in pools], [x.v for x in pools]):
@@ -511,10 +513,10 @@ def test_a_table_of_blocks_decodes_as_indices_do() -> None:
 def test_indices_that_are_written_again_are_another_step() -> None:
     """One list of indices, whose numbers change in place between two steps: the page table is made again."""
     page, offsets = 4, (torch.tensor([0, 1]), torch.tensor([0, 5]))
-    pool = hf_cache.Pool(*torch.randn(2, 6, page, 2, 16).unbind(0), group=0)
+    pool = adapter.Pool(*torch.randn(2, 6, page, 2, 16).unbind(0), group=0)
     read = [torch.tensor([0, 1, 2, 3, 4])]
     named = {"read_index": read, "max_seqlen_q": 1, "max_seqlen_k": 5}
-    steps = hf_cache.Steps(8)
+    steps = adapter.Steps(8)
     first = steps.of(pool, offsets, named)
     assert steps.of(pool, offsets, named) is first
     read[0].copy_(torch.tensor([12, 13, 14, 15, 20]))

@@ -22,24 +22,20 @@ from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
 from tests.quantised_cases import E4M3, E5M2, quantised
 from tests.tilewise.integrations import vllm_stub
+from tests.tilewise.integrations.engine_stub import engine
+from tilewise.adapters.steps import Plans
 from tilewise.integrations import vllm as plugin
-from tilewise.integrations.kv_steps import Plans
 from tilewise.plan_cache import plans
-
-NAME = "tilewise.integrations.vllm_backend"
 
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The class that vLLM would make of the registered path."""
-    for name, module in vllm_stub.modules("0.32.0").items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
-    vllm_stub.OVERRIDES.clear()
-    plugin.register()
-    path, _, name = vllm_stub.OVERRIDES[vllm_stub.AttentionBackendEnum.CUSTOM].rpartition(".")
-    yield getattr(import_module(path), name)
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    with engine(monkeypatch, vllm_stub, "0.32.0", "tilewise.adapters.vllm"):
+        vllm_stub.OVERRIDES.clear()
+        plugin.register()
+        path, _, name = vllm_stub.OVERRIDES[vllm_stub.AttentionBackendEnum.CUSTOM].rpartition(".")
+        yield getattr(import_module(path), name)
 
 
 CASE = KvCase((20, 3, 0, 33), queries=(1, 3, 2, 5), new=(1, 3, 2, 5), page=16, dim=16, padding=4)
@@ -124,7 +120,7 @@ def test_a_float8_cache(backend: Any, layout: str, name: str, dtype: torch.dtype
     layer = SimpleNamespace(_k_scale=x.options["k_scale"], _v_scale=x.options["v_scale"].reshape(1))
     cache = cache_of(replace(x, k=x.k.view(torch.uint8), v=x.v.view(torch.uint8)), layout)
     output = run(backend, x, cache, {"kv_cache_dtype": name}, layers=2, layer=layer)
-    k, v = sys.modules[NAME].caches(cache, CASE.dim)
+    k, v = sys.modules[backend.__module__].caches(cache, CASE.dim)
     assert torch.equal(k, wanted["k"])
     assert torch.equal(v, wanted["v"])
     lse = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, return_lse=True)[1]

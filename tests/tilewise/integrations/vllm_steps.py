@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from tests.tilewise.integrations import vllm_stub
+from tests.tilewise.integrations.engine_stub import modules
 
-sys.modules.update(vllm_stub.modules("0.32.0"))
+sys.modules.update(modules(vllm_stub, "0.32.0"))
 
 from tilewise import kv_warmup  # noqa: E402
+from tilewise.adapters import steps as kv_steps  # noqa: E402
 from tilewise.backends.common.launch import DeviceMemory, Target  # noqa: E402
 from tilewise.backends.common.offline import specialised  # noqa: E402
 from tilewise.backends.registry import choose  # noqa: E402
 from tilewise.call.fields import CACHE  # noqa: E402
-from tilewise.integrations import kv_steps  # noqa: E402
 from tilewise.kv_cache import PreparedPlan  # noqa: E402
 from tilewise.kv_request import KvCall, KvPlan, structure_of  # noqa: E402
 from tilewise.request import Gpu  # noqa: E402
@@ -143,6 +144,6 @@ def missing(row: dict[str, Any], backend: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    module = import_module("tilewise.integrations.vllm_backend")
+    module = import_module("tilewise.adapters.vllm")
     for fields in json.load(sys.stdin):
         print(json.dumps(missing(DEFAULTS | fields, module)), flush=True)

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -198,17 +197,7 @@ def register_backend(backend: AttentionBackendEnum, class_path: str | None = Non
     return lambda found: found
 
 
-def modules(version: str) -> dict[str, ModuleType]:
-    """What to put into sys.modules."""
-    here = vars(sys.modules[__name__])
-    made = {}
-    for name in (
-        "vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend", "vllm.v1.attention.backends",
-        "vllm.v1.attention.backends.registry",
-    ):  # fmt: skip
-        made[name] = ModuleType(name)
-        made[name].__path__ = []  # type: ignore[attr-defined]
-    made["vllm"].__version__ = version  # type: ignore[attr-defined]
-    for name in ("vllm.v1.attention.backend", "vllm.v1.attention.backends.registry"):
-        vars(made[name]).update({k: x for k, x in here.items() if not k.startswith("_")})
-    return made
+MODULES = (
+    "vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend", "vllm.v1.attention.backends",
+    "vllm.v1.attention.backends.registry",
+)  # fmt: skip

@@ -19,7 +19,7 @@ import tilewise
 from tests import features
 from tests.tilewise.mods.test_expr import PLACE, S, everything
 from tilewise import AttentionError, mods
-from tilewise.compat import flex
+from tilewise.adapters import flex
 from tilewise.mods import modifier, trace
 
 this = sys.modules[__name__]
@@ -79,6 +79,18 @@ def test_a_changed_closure_is_seen() -> None:
     assert shifted()(S, *PLACE).equal(S + 1)
     shift = 2.0
     assert shifted()(S, *PLACE).equal(S + 2)
+
+
+def test_a_zero_of_the_other_sign_is_another_number() -> None:
+    zero = 0.0
+
+    @tilewise.score_mod
+    def divided(score, b, h, q_idx, kv_idx):
+        return torch.where(1.0 / zero > 0, score, -score)
+
+    assert divided()(S, *PLACE).equal(S)
+    zero = -0.0
+    assert divided()(S, *PLACE).equal(-S)
 
 
 def test_a_helper_exchanged_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ class StubBackend:
     def has_backward(self, request: Request) -> bool:
         return True
 
-    def forward_runner(self, request: Request) -> Any:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Any:
         self.requests.append(request._replace(q=None, k=None, v=None))  # type: ignore[arg-type]
 
         def run(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -71,20 +71,6 @@ class StubBackend:
 @tilewise.score_mod
 def scaled(score, b, h, q_idx, kv_idx, table, by):  # type: ignore[no-untyped-def]
     return score * table[h] * by
-
-
-@tilewise.score_mod
-def shifted(score, b, h, q_idx, kv_idx, table, by):  # type: ignore[no-untyped-def]
-    return score + table[h] * by
-
-
-@tilewise.mask_mod
-def before(b, h, q_idx, kv_idx, ends):  # type: ignore[no-untyped-def]
-    return kv_idx < ends[q_idx]
-
-
-def ends(n: int = 128) -> Tensor:
-    return torch.full((n,), 100, dtype=torch.int32)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def build(count: int) -> Any:
 class LaunchingBackend(StubBackend):
     """Launches one kernel in a forward, and one in a backward."""
 
-    def forward_runner(self, request: Request) -> Any:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Any:
         return KernelCall(build(2), request.tensors(), CUDA)
 
     def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Any:

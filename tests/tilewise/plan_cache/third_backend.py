@@ -57,7 +57,7 @@ class ThirdBackend:
 
         return counted
 
-    def forward_runner(self, request: Request) -> Runner:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Runner:
         spec = request.spec
         return self.runner("forward", lambda tensors: results(Request.of(spec, tensors)))
 

@@ -5,7 +5,7 @@ import pytest
 from tests.tilewise_lab.bench.made_up import OURS, cell, grid, results
 from tilewise.errors import AttentionError
 from tilewise_lab import cli
-from tilewise_lab.bench.compare import compare, halves
+from tilewise_lab.bench.compare import compare
 from tilewise_lab.bench.results import Entry
 
 STEADY = [1.0, 1.0, 1.0]
@@ -72,7 +72,6 @@ def test_other_devices_are_refused():
 
 @pytest.mark.parametrize(("times", "status"), [([1.0] * 3, 0), ([1.5] * 3, 1)])
 def test_the_gate(tmp_path, capsys, times, status):
-    pytest.importorskip("rich")
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     results(*grid()).save(old)
     results(*grid(triton=times)).save(new)
@@ -83,7 +82,6 @@ def test_the_gate(tmp_path, capsys, times, status):
 
 
 def test_the_gate_takes_the_newest_of_a_folder(tmp_path, capsys):
-    pytest.importorskip("rich")
     results(cell(triton=[2.0] * 3)).save(tmp_path / "2026-01-01-nvidia-h200.json")
     results(cell(triton=[1.0] * 3)).save(tmp_path / "2026-02-01-nvidia-h200.json")
     results(cell(triton=[9.0] * 3), device="A100").save(tmp_path / "2026-03-01-a100.json")
@@ -100,7 +98,6 @@ def test_the_gate_takes_the_newest_of_a_folder(tmp_path, capsys):
 
 
 def test_compare_says_what_changed(tmp_path, capsys):
-    pytest.importorskip("rich")
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     results(cell(), cell(dim=128)).save(old)
     results(cell(triton=[1.25] * 3), cell(dim=128)).save(new)
@@ -108,9 +105,3 @@ def test_compare_says_what_changed(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "-20.0 %" in said
     assert "4 ratios compared: 0 faster, 2 slower" in said
-
-
-def test_halves_of_one_run_are_two():
-    first, second = halves(results(cell(triton=[1.0, 1.0, 2.0, 2.0], fa2=[1.0] * 4, cudnn=[1.0] * 4)))
-    change, _ = compare(first, second).changes
-    assert change.factor == pytest.approx(0.5)

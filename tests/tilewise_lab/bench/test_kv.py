@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewise_lab.bench import kv
-from tilewise_lab.bench.kv_cases import KvCase, inputs
+from tilewise_lab.bench.kv_cases import GROUPS, KvCase, inputs, small
 from tilewise_lab.clock import Work
 
 
@@ -43,7 +43,7 @@ def test_what_a_recorded_call_reads_lives_as_long_as_the_recording() -> None:
         return lambda: buffer.add_(1), weakref.ref(buffer)
 
     work, buffer = caller()
-    recorded = kv._graphed(work)
+    recorded = kv.graphed(work)
     del work
     recorded()
     assert buffer() is not None
@@ -62,10 +62,23 @@ def test_a_timed_call_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     entry, work = kv._admit(lambda: kv._ours(case, x, ""), case, x, torch.device("cpu"))
     assert entry["error"] < 1e-5
     assert work is not None
-    timed = kv._graphed(work)
+    timed = kv.graphed(work)
     del work
     timed()
     assert [ref() is not None for ref in plans] == [True, True]
+
+
+def test_shared_prefixes_and_quantised_caches_are_checked_on_a_cpu() -> None:
+    for group in ("prefix", "quantised"):
+        for case in map(small, GROUPS[group]()):
+            x = inputs(case, torch.device("cpu"), torch.float32)
+            for name, make in kv._callers(case, x, [""], {}).items():
+                entry, _ = kv._admit(make, case, x, torch.device("cpu"))
+                assert entry.get("error", 1.0) < kv.TOLERANCE, (case.name, name, entry)
+            if case.prefix:
+                assert x.table is not None
+                assert (x.table[:, 0] == x.table[0, 0]).all()
+            assert (x.k.element_size() == 1) == bool(case.stored)
 
 
 def _told(plan: Any, plans: list[Any]) -> Any:

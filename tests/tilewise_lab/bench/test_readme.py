@@ -9,10 +9,7 @@ import pytest
 from tests.tilewise_lab.bench.made_up import cell, grid, results
 from tilewise.errors import AttentionError
 from tilewise_lab.bench import readme
-from tilewise_lab.costs.devices import device
-from tilewise_lab.explain import check
 
-H200 = device("H200")
 ROOT = Path(__file__).parents[3]
 DOCUMENT = "before\n<!-- bench:{0} -->\nof yesterday\n<!-- /bench:{0} -->\nafter\n"
 
@@ -26,11 +23,6 @@ def root(tmp_path):
     for one in apart:
         one.entries = {"tilewise": one.entries["tilewise-triton"], "sdpa": one.entries["fa2"]}
     results(*apart).save(folder / "2026-11-15-nvidia-h200-gpt-overhead-cold.json")
-    results(*grid(triton=[1.02] * 3), cell("gqa forward")).save(folder / "2026-11-15-nvidia-h200-again.json")
-    calls = [(call, which) for call in list(check.calls())[:3] for which in ("forward", "backward")]
-    some = [check.Measured(call, "triton", which, 1.0, 0.0) for call, which in calls]
-    some = [m._replace(seconds=m.predicted(H200)) for m in some]
-    check.write(folder / "2026-11-15-nvidia-h200-calls.json", {"device": "NVIDIA H200"}, some)
     return tmp_path
 
 
@@ -120,29 +112,3 @@ def test_without_results_the_document_says_so(tmp_path):
     (tmp_path / "README.md").write_text(DOCUMENT.format("speed"))
     readme.write(tmp_path)
     assert "Nothing has been measured yet." in (tmp_path / "README.md").read_text()
-
-
-def test_two_runs_are_compared(root):
-    (root / "bench/README.md").write_text(DOCUMENT.format("agreement"))
-    readme.write(root)
-    lines = (root / "bench/README.md").read_text().splitlines()
-    row = next(line for line in lines if line.startswith("| every backend"))
-    assert row.split("|")[3:6] == [" 2.0% ", " 2.0% ", " 100% "]
-
-
-def test_halves_of_a_run_are_compared_until_there_is_a_second(root):
-    (root / "bench/README.md").write_text(DOCUMENT.format("agreement"))
-    for second in (root / "bench/results").glob("*-again.json"):
-        second.unlink()
-    readme.write(root)
-    text = (root / "bench/README.md").read_text()
-    assert "the first and the last rounds of one run" in text
-    assert "| every backend" in text
-
-
-def test_predictions_are_shown_beside_measurements(root):
-    (root / "docs").mkdir()
-    (root / "docs/explain.md").write_text(DOCUMENT.format("explain"))
-    assert root / readme.PREDICTED in readme.write(root)
-    assert "| all |  | 6 | 0.0% | 100% |" in (root / "docs/explain.md").read_text()
-    assert (root / readme.PREDICTED).read_text().count('class="point"') == 6 + 2  # and the legend's

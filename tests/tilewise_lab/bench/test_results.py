@@ -7,8 +7,7 @@ import pytest
 
 from tests.tilewise_lab.bench.made_up import OTHER, OURS, PEER, cell, grid, results
 from tilewise.errors import AttentionError
-from tilewise_lab.bench.results import Entry, Spread, load
-from tilewise_lab.bench.summary import absent, bars, standings
+from tilewise_lab.bench.results import Entry, Spread, absent, load, standings
 
 
 def test_ratios_are_taken_round_by_round():
@@ -89,28 +88,6 @@ def test_standings_are_geometric_means():
     assert found[PEER].ratio == pytest.approx(2.0)
     assert (found[PEER].worst, found[PEER].best, found[PEER].cells) == (1.0, 4.0, 2)
     assert found["best"].ratio == pytest.approx((1.5 * 1.0) ** 0.5)
-
-
-@pytest.mark.parametrize(("fa2", "met"), [(1.34, False), (1.36, True)])
-def test_the_portable_goal_counts_its_cells_only(fa2, met):
-    outside = [cell(dim=256, fa2=[99.0] * 3), cell(seq=512, fa2=[99.0] * 3)]
-    forward, backward, host, imported = bars(results(*grid(fa2=[fa2] * 3), *outside))
-    assert forward.found == pytest.approx(fa2)
-    assert forward.met is met
-    assert backward.met is True
-    assert host.met is None
-    assert imported.met is True
-
-
-def test_the_cpu_goal_adds_both_passes():
-    cells = []
-    for which, ours, sdpa in ("forward", 3.0, 1.0), ("backward", 3.0, 4.0):
-        c = cell(which, triton=[ours] * 3)
-        c.entries["sdpa"] = Entry("ok", times=[sdpa] * 3)
-        cells.append(c)
-    goal, _ = bars(results(*cells, kind="cpu"))
-    assert goal.found == pytest.approx(6 / 5)
-    assert goal.met is True
 
 
 def test_nobody_vanishes():

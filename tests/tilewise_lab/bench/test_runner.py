@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from dataclasses import dataclass, replace
@@ -7,15 +8,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tilewise_lab.bench import cold, whole
+from tilewise_lab.bench import calls, cold, rows, whole
 from tilewise_lab.bench.cases import Case
 from tilewise_lab.bench.measure import Sensors
-from tilewise_lab.bench.parts import parts
 from tilewise_lab.bench.provider import OURS, Provider, RefusedError, Tilewise
 from tilewise_lab.bench.providers import Roster, roster
-from tilewise_lab.bench.results import Peak
 from tilewise_lab.bench.runner import Run
-from tilewise_lab.bench.settings import TARGETS, Model, settings
+from tilewise_lab.bench.settings import Model, settings
 from tilewise_lab.bench.torch_peers import Naive
 from tilewise_lab.clock import CpuClock
 
@@ -114,20 +113,17 @@ def test_a_lost_device_ends_the_run(run):
         run.attempt(lost)
 
 
-def everything(monkeypatch, targets):
+def everything(monkeypatch, folder, *targets, **given):
     monkeypatch.setattr(whole, "importing", lambda: {"import_ms": 1.0})
     monkeypatch.setattr(cold, "program", lambda run, caller, work, cache: {"first": 2.0, "then window,": 1.0})
     run = Run.of(SMALL, roster(CPU), Sensors())
-    results = run.start()
-    for _, part in parts(run, targets, results):
-        for found in part():
-            (results.memory if isinstance(found, Peak) else results.cells).append(found)
-    return results
+    options = argparse.Namespace(wanted=tuple(targets), seconds=None, **given)
+    return rows.measure(run, options, folder / "results.json", lambda *words: None)
 
 
 @pytest.mark.slow
-def test_every_target_gives_something(monkeypatch):
-    results = everything(monkeypatch, [target for target in TARGETS if target != "gpt"])
+def test_every_target_gives_something(monkeypatch, tmp_path):
+    results = everything(monkeypatch, tmp_path, *[x for x in list(rows.TARGETS)[:13] if x != "gpt"])
     groups = {cell.group for cell in results.cells}
     assert groups == {
         "forward", "backward", "gqa forward", "gqa backward", "varlen forward", "varlen backward", "window forward",
@@ -170,20 +166,20 @@ def test_a_programs_first_calls(monkeypatch, capsys, caller):
     assert ("then softcap," in found) == (caller == OURS)
 
 
-def test_a_training_step_is_checked(monkeypatch):
-    results = everything(monkeypatch, ["gpt"])
+def test_a_training_step_is_checked(monkeypatch, tmp_path):
+    results = everything(monkeypatch, tmp_path, "gpt")
     (cell,) = results.cells
     assert cell.group == "gpt eager"
     assert set(cell.timed()) == {OURS, "sdpa"}
 
     real = Tilewise.bind
     monkeypatch.setattr(Tilewise, "bind", lambda *args: lambda q, k, v: real(*args)(q, k, v) * 1.01)
-    (cell,) = everything(monkeypatch, ["gpt"]).cells
+    (cell,) = everything(monkeypatch, tmp_path, "gpt").cells
     assert cell.entries[OURS].status == "wrong"
     assert not cell.entries[OURS].times
 
 
-def test_a_training_step_that_goes_wrong_later_is_wrong(monkeypatch):
+def test_a_training_step_that_goes_wrong_later_is_wrong(monkeypatch, tmp_path):
     real, calls = Tilewise.bind, []
 
     def bind(self, case, x):
@@ -196,9 +192,53 @@ def test_a_training_step_that_goes_wrong_later_is_wrong(monkeypatch):
         return tiring
 
     monkeypatch.setattr(Tilewise, "bind", bind)
-    (cell,) = everything(monkeypatch, ["gpt"]).cells
+    (cell,) = everything(monkeypatch, tmp_path, "gpt").cells
     assert cell.entries[OURS].reason.startswith("after the rounds")
     assert not cell.entries[OURS].times
+
+
+GIVEN = {"quick": True, "groups": ["small", "host", "append"], "serving": None, "tiles": None, "peers": ["naive"],
+         "count": 2, "seed": 0, "part": "1/1"}  # fmt: skip
+
+
+def test_calls_with_masks_and_mods_are_compared_with_their_peers(monkeypatch, tmp_path):
+    """One row of each kind; on a CPU FlexAttention has no backward."""
+    some = {"terms": "softcap", "flex": "sliding window", "masks": "documents 128", "sparse": "neighbourhood 2D"}
+    monkeypatch.setattr(calls, "ROWS", {group: {name: calls.ROWS[group][name]} for group, name in some.items()})
+    monkeypatch.setattr(calls, "sized", lambda device, *sizes: (1, 64, 2, 16))
+    results = everything(monkeypatch, tmp_path, *some)
+    assert [(x.group, x.name) for x in results.cells] == [
+        (f"{group} {which}", name) for group, name in some.items() for which in ("forward", "backward")
+    ]
+    for cell in results.cells:
+        assert cell.entries[OURS].status == "ok", cell
+        forward = cell.group.endswith("forward")
+        assert ("flex" in cell.timed()) == forward
+        assert set(cell.entries[OURS].errors) == (
+            {"out"} if forward else {"d0", "d1", "d2"} & set(cell.entries[OURS].errors)
+        )
+    packed = results.of("masks backward")[0].entries["packed"]
+    assert packed.status == "ok"
+
+
+def test_a_call_that_differs_from_its_peer_has_no_times(run):
+    x = [torch.randn(4, requires_grad=True)]
+    row = calls.Row(
+        lambda device: {OURS: calls.Caller(lambda t: 2 * t, x), "peer": calls.Caller(lambda t: t + t * 0.9, x)}
+    )
+    for cell in calls.cells(run, "group", "row", row):
+        assert cell.entries[OURS].status == "wrong"
+        assert cell.timed() == ["peer"]
+
+
+def test_derivatives_new_shapes_and_caches(monkeypatch, tmp_path):
+    monkeypatch.setattr(calls, "sized", lambda device, *sizes: (1, 16, 1, 8))
+    results = everything(monkeypatch, tmp_path, "second", "growing", "kv", "mla", **GIVEN)
+    assert len(results.of("second")) == 4
+    assert [x.name for x in results.of("growing")] == ["decoding", "packed step", "dense step"]
+    assert all(x.chosen() for x in results.cells), [x.key for x in results.cells]
+    assert {"kv small", "kv host", "kv append", "kv graph", "mla"} <= {x.group for x in results.cells}
+    assert results.of("kv small")[0].case["bytes"] > 0
 
 
 def test_two_runs_of_a_seed_shuffle_alike():
@@ -224,9 +264,9 @@ def test_decode_is_one_query_of_grouped_heads():
 
 def test_heads_are_no_powers_of_two():
     cases = settings(torch.device("cuda")).heads
-    assert {(case.dim, case.dv) for case in cases} == {(96, 96), (192, 192), (192, 128)}
-    assert {(case.batch * case.seq, case.heads) for case in cases} == {(16384, 16)}
-    assert len({case.key for case in cases}) == len(cases) == 12
+    assert {(case.dim, case.dv) for case in cases} == {(80, 80), (96, 96), (192, 192), (192, 128), (512, 512)}
+    assert {case.batch * case.seq for case in cases} == {16384}
+    assert len({case.key for case in cases}) == len(cases) == 18
 
 
 def test_the_full_grid_is_the_one_that_was_promised():

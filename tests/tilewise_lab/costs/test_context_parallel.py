@@ -14,8 +14,7 @@ from tilewise.distributed.cluster import Exchange
 from tilewise.distributed.layout import LAYOUTS
 from tilewise.distributed.schedule import Post, schedule
 from tilewise.request import Request, Spec
-from tilewise_lab.costs.context_parallel import estimate
-from tilewise_lab.costs.pass_time import halo_rows
+from tilewise_lab.costs.context_parallel import estimate, halo_rows
 
 SHAPE = {"heads": 16, "kv_heads": 4, "dim": 64}
 

@@ -39,6 +39,7 @@ def commands() -> list[str]:
 # What is added to a command, or put in place of its capitals, so that it takes seconds.
 RUN = {
     "./run": "demo --quick --device cpu",
+    "./run bench --help": "",
     "./run fuzz": "--cases 2 --seed 3",
     "./run learn": "",
     "./run plan": "",
@@ -47,7 +48,6 @@ RUN = {
     "tilewise demo": "--quick --device cpu",
     "tilewise explore": "--export page",
     "tilewise explain 64 1 32 128 --hk 8 --kv-lengths 4096 --page 16 --device H200 --backend triton": "",
-    "tilewise explain": "1 128 2 16",
     "tilewise explain B S H D ...": "B=1 S=128 H=2 D=16 ...=",
     "tilewise learn": "",
     "tilewise learn --check 3 answer.py": "",
@@ -82,12 +82,10 @@ EXAMPLE = "./run example train_gpt --steps 20"
 NOT_RUN = {
     "./run --here": "adds packages to the Python of the tests; tests/test_run.py",
     "./run bench": BENCH,
+    "./run bench --readme": "writes the documents; tests/tilewise_lab/bench/test_readme.py",
     "./run notebook": "starts JupyterLab; tests/test_run.py",
     "./run package": NETWORK,
     "./run python": "a prompt",
-    "./run python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_context_parallel.py": (
-        "tests/test_train_context_parallel.py runs it, in the slow ring"
-    ),
     "bash .ci/release 0.2.0": "publishes; tests/test_release.py runs it in a repository of its own",
     "tilewise bench": BENCH,
     "tilewise bench models-shapes": BENCH,
@@ -116,8 +114,8 @@ NOT_RUN = {
     "./run python -m tests.tilewise.backends.compile_calls --seconds 600 --seed 3": (
         "tests/tilewise/backends/test_calls.py translates some of these calls"
     ),
-    "python bench/cpu.py": "measures for minutes, in many processes",
-    "python bench/features.py terms": GPU,
+    "tilewise bench flex": BENCH,
+    "tilewise bench terms": BENCH,
     "python -m tilewise_lab.emulator.timeline docs/hopper-forward.svg": PICTURE,
     "python -m tilewise_lab.emulator.timeline docs/hopper-backward.svg": PICTURE,
 }

@@ -9,14 +9,14 @@ import torch
 
 import tilewise
 from tilewise.mods import blocks
-from tilewise_lab.fuzz.draw import Where, draw_grown
+from tilewise_lab.fuzz.draw import Where, drawn
 from tilewise_lab.fuzz.grown import TWINS, GrownCase
 from tilewise_lab.fuzz.judge import judge
 from tilewise_lab.fuzz.shrink import shrink
 
 
 def test_right_calls_are_right() -> None:
-    cases = [draw_grown(5, number, Where()) for number in range(30)]
+    cases = [drawn("grown", 5, number, Where()) for number in range(30)]
     for case in cases:
         if case.mode != "compile":
             verdict = judge(case)
@@ -24,12 +24,12 @@ def test_right_calls_are_right() -> None:
 
 
 def test_every_choice_is_drawn() -> None:
-    cases = [draw_grown(0, number, Where()) for number in range(400)]
+    cases = [drawn("grown", 0, number, Where()) for number in range(400)]
     for name in vars(GrownCase()):
         if name not in ("device", "backend"):
             assert len({getattr(case, name) for case in cases}) > 1, name
     assert {case.mask_mod for case in cases} == set(TWINS)
-    assert cases[:20] == [draw_grown(0, number, Where()) for number in range(20)]
+    assert cases[:20] == [drawn("grown", 0, number, Where()) for number in range(20)]
 
 
 CASE = GrownCase(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise_lab.fuzz.draw import Where, draw_kv
+from tilewise_lab.fuzz.draw import Where, drawn
 from tilewise_lab.fuzz.judge import judge
 from tilewise_lab.fuzz.kv import KvCase, candidates
 from tilewise_lab.fuzz.shrink import shrink
@@ -16,12 +16,12 @@ from tilewise_lab.fuzz.shrink import shrink
 
 def test_right_calls_are_right() -> None:
     for number in range(25):
-        verdict = judge(draw_kv(5, number, Where()))
+        verdict = judge(drawn("kv", 5, number, Where()))
         assert not verdict.is_finding, f"{verdict.code}\n{verdict.words}"
 
 
 def test_right_calls_of_latent_caches_are_right() -> None:
-    cases = [case for number in range(400) if (case := draw_kv(5, number, Where())).latent]
+    cases = [case for number in range(800) if (case := drawn("kv", 5, number, Where())).latent]
     assert {"", "int8"} <= {case.k_store for case in cases}
     for case in cases[:12]:
         verdict = judge(case)
@@ -29,11 +29,11 @@ def test_right_calls_of_latent_caches_are_right() -> None:
 
 
 def test_every_choice_is_drawn() -> None:
-    cases = [draw_kv(0, number, Where()) for number in range(400)]
+    cases = [drawn("kv", 0, number, Where()) for number in range(400)]
     for name in KvCase().dict() | vars(KvCase()):
         if name != "device":
             assert len({getattr(case, name) for case in cases}) > (0 if name == "backend" else 1), name
-    assert cases[:20] == [draw_kv(0, number, Where()) for number in range(20)]
+    assert cases[:20] == [drawn("kv", 0, number, Where()) for number in range(20)]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_faults_are_found(fault: Any, part: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_candidates_are_simpler_and_right() -> None:
-    case = draw_kv(1, 4, Where())
+    case = drawn("kv", 1, 4, Where())
     simpler = list(candidates(case))
     assert case not in simpler
     assert not any(judge(one).is_finding for one in simpler)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise_lab.fuzz.draw import Where, draw_mla
+from tilewise_lab.fuzz.draw import Where, drawn
 from tilewise_lab.fuzz.judge import judge
 from tilewise_lab.fuzz.mla import DEEPSEEK, STORES, VALUES, MlaCase, candidates
 from tilewise_lab.fuzz.shrink import shrink
@@ -16,19 +16,19 @@ from tilewise_lab.fuzz.shrink import shrink
 
 def test_right_calls_are_right() -> None:
     for number in range(25):
-        case = draw_mla(5, number, Where())
+        case = drawn("mla", 5, number, Where())
         if case.mode != "compile":
             verdict = judge(case)
             assert not verdict.is_finding, f"{verdict.code}\n{verdict.words}"
 
 
 def test_every_choice_is_drawn() -> None:
-    cases = [draw_mla(0, number, Where()) for number in range(600)]
+    cases = [drawn("mla", 0, number, Where()) for number in range(600)]
     for name in ("mode", "k_scale", "page", "csr", "room", "dims", "indices", "counts", "rotary", "slots", "window"):
         assert len({getattr(case, name) for case in cases}) > 1, name
     assert {case.k_store for case in cases} == set(STORES)
     assert {kind for case in cases for kind in case.values} == set(VALUES)
-    assert cases[:20] == [draw_mla(0, number, Where()) for number in range(20)]
+    assert cases[:20] == [drawn("mla", 0, number, Where()) for number in range(20)]
 
 
 CASE = MlaCase(
@@ -81,7 +81,9 @@ def test_wrong_numbers_are_found(store: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_candidates_are_simpler_and_right() -> None:
-    case = next(c for n in range(99) if (c := draw_mla(1, n, Where())).k_store == "int8" and c.new and c.mode == "mla")
+    case = next(
+        c for n in range(99) if (c := drawn("mla", 1, n, Where())).k_store == "int8" and c.new and c.mode == "mla"
+    )
     simpler = list(candidates(case))
     assert case not in simpler
     assert not any(judge(one).is_finding for one in simpler)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import tilewise
+from tilewise.call.fields import ATTENTION, CACHE
 from tilewise_lab import cli
-from tilewise_lab.fuzz import command
+from tilewise_lab.fuzz import command, family
 from tilewise_lab.fuzz.bad import BAD
 from tilewise_lab.fuzz.case import Case, code
 from tilewise_lab.fuzz.child import Child
@@ -145,3 +146,9 @@ def test_no_jacobian_of_nothing_is_drawn() -> None:
     drawn = [draw(3, n, Where()) for n in range(6000)]
     assert sum(case.mode == "jacrev" for case in drawn) > 20
     assert not any(case.mode == "jacrev" and 0 in case.outputs()["out"] for case in drawn)
+
+
+def test_every_field_of_the_tables_is_drawn_or_named_with_its_test():
+    fields = [*family.OPTIONS, *family.PLACES, *family.ELSEWHERE]
+    assert len(set(fields)) == len(fields)
+    assert set(fields) == {*ATTENTION.fields, *CACHE.fields}

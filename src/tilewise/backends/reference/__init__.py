@@ -28,7 +28,7 @@ class ReferenceBackend:
     def declines(self, request: Any, gpu: Gpu | None) -> str | None:
         return None
 
-    def forward_runner(self, request: Request) -> Runner:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Runner:
         spec = request.spec
         return lambda tensors: forward(Request.of(spec, tensors))
 

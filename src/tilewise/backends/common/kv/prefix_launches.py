@@ -22,7 +22,7 @@ from .partition import KvTile, Partition, bytes_of_key
 from .prefix import CommonConfig, GroupConfig, Groups, common_kernel, groups_kernel
 from .schedule import Sequences
 
-# The tile of the launch for prefixes; None for that of the decode kernel with many rows. bench/prefix compares others.
+# The tile of the launch for prefixes; None for that of the decode kernel with many rows.
 PREFIX_TILE: KvTile | None = None
 BLOCK_PAGES = 1024  # that are compared at once
 BATCHES = (128, 512, partitions.MAX_BATCH)  # few sizes, so that an engine's batches share their kernels
