@@ -203,12 +203,13 @@ def _cpu_options(
     mask: Tensor | None,
     scale: float | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """(q, k, v) and options. torch aligns is_causal top left: keys after the last query are not visible."""
+    """(q, k, v) and options. torch aligns is_causal top left: keys after the last query are not visible. By the
+    reference: the backend "torch" would call the op that is computed here."""
     if dropout_p:
         raise AttentionError("dropout_p of torch's flash attention on a CPU", dropout_p, "0")
     n, band = top_left(query.shape[2], key.shape[2]) if is_causal else (key.shape[2], None)
     q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, :n], value[:, :, :n]))
-    return (q, k, v), {"scale": scale, "bias": mask, "window": band}
+    return (q, k, v), {"scale": scale, "bias": mask, "window": band, "backend": "reference"}
 
 
 def cpu_forward(
