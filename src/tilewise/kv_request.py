@@ -316,7 +316,9 @@ def structure_of(x: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
             return next(rest)
         return x.make([filled(y, rest) if y is _TENSOR or type(y) is _Filled else y for y in x.items])
 
-    return tensors, lambda others: filled(empty, iter(others)) if tensors else empty
+    holds_none = not tensors  # the function must not hold the list
+
+    return tensors, lambda others: empty if holds_none else filled(empty, iter(others))
 
 
 class _Filled(NamedTuple):
