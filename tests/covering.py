@@ -132,6 +132,28 @@ def rows(name: str) -> Any:
     return pytest.mark.parametrize("row", found, ids=[f"{n}: {label(row)}" for n, row in enumerate(found, 1)])
 
 
+def every_value(name: str) -> Any:
+    """The decorator of a test that runs for rows of a table in which every value occurs, and with --all for each row:
+    for a test that takes seconds."""
+    import pytest
+
+    found, seen = table(name), set[tuple[str, str]]()
+    params = []
+    left = list(found)
+    chosen = []
+    while left:
+        best = max(left, key=lambda row: len(set(row.items()) - seen))
+        if not set(best.items()) - seen:
+            break
+        seen |= set(best.items())
+        chosen.append(best)
+        left.remove(best)
+    for n, row in enumerate(found, 1):
+        marks = () if row in chosen else pytest.mark.full
+        params.append(pytest.param(row, marks=marks, id=f"{n}: {label(row)}"))
+    return pytest.mark.parametrize("row", params)
+
+
 def cases(names: str, always: Iterable[Any], more: Iterable[Any] = (), ids: Any = None) -> Any:
     """The decorator of a test that runs for each of `always`, and with --all for the others of `more` too."""
     import pytest

@@ -406,11 +406,12 @@ def attend(call: Call, x: Leaves, backend: str) -> tuple[Tensor, ...]:
     )
 
 
-def run(call: Call, backend: str) -> dict[str, Tensor]:
+def run(call: Call, backend: str, compiled: bool = False) -> dict[str, Tensor]:
     """out, lse, perhaps max_logit, and the gradient of every leaf that wants one, by tilewise."""
     wanted = call.wanted
     x = {name: t.detach().requires_grad_(name in wanted) for name, t in call.leaves.items()}
-    out, lse, *others = attend(call, x, backend)
+    function = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False) if compiled else attend
+    out, lse, *others = function(call, x, backend)
     grads = torch.autograd.grad((out, lse), [x[name] for name in wanted], (call.dout, call.dlse))
     found = {"out": out.detach(), "lse": lse.detach()} | ({"max_logit": others[0]} if others else {})
     return found | dict(zip(wanted, grads, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.tilewise.plan_cache.cases import before, scaled
+from tests.plans import before, scaled
 
 TOKENS, HEADS, GROUPS, DIM = 300, 8, 2, 64
 Terms = dict[str, Any]

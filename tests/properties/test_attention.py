@@ -27,6 +27,15 @@ def test_strides(row: Row, backend: str, device: str) -> None:
     budget.check(run(inputs, backend), inputs)
 
 
+@covering.every_value("attention")
+def test_compiled(row: Row, device: str) -> None:
+    """One graph, with its gradients, returns the same as the call."""
+    call = calls.attention(row, device)
+    expected, found = (features.run(call, "auto", compiled) for compiled in (False, True))
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, msg=lambda m, name=name: f"{name}: {m}")
+
+
 @covering.rows("nan")
 def test_a_token_that_is_not_finite(row: Row, backend: str, device: str) -> None:
     """It reaches the rows that see it, and no other; what they get is NaN."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import pickle
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 import tilewise
 from tilewise import AttentionError, mods
-from tilewise.backends.reference import ReferenceBackend
 from tilewise.validation import offsets
 from tilewise.validation.versions import check_version
 from tilewise_lab.costs.explain import explain
@@ -21,106 +19,6 @@ from tilewise_lab.costs.explain import explain
 Q = torch.zeros(1, 4, 2, 8)
 T = torch.zeros(4, 2, 8)
 CU = torch.tensor([0, 4], dtype=torch.int32)
-
-
-class NoFloat:
-    """As a symbol of sympy: it has a __float__ that raises."""
-
-    def __float__(self) -> float:
-        raise TypeError
-
-
-WRONG: dict[str, dict[str, Any]] = {
-    **{
-        f"{name} {type(x).__name__} {x}": {name: x}
-        for name in ("causal", "return_lse", "deterministic")
-        for x in ("no", 0.5, 1, np.bool_(True))
-    },
-    **{
-        f"{name} {x}": {name: x}
-        for name in ("scale", "softcap", "dropout_p")
-        for x in ("half", 1j, 1e300, True, torch.tensor(0.5), [1.0], float("nan"), 10**400)
-    },
-    **{f"seed {x}": {"dropout_p": 0.1, "seed": x} for x in ("one", 1.5, True, 2**64, -(2**63) - 1, torch.tensor(1.0))},
-    **{
-        f"window {x}": {"window": x}
-        for x in (3, (1,), (1.0, 0), (-1, 0), ("1", 0), torch.tensor([1, 0]), (torch.tensor(1), 0), (True, 0))
-    },
-    **{
-        f"{name} {type(x).__name__}": {name: x}
-        for name in ("bias", "alibi_slopes", "sinks")
-        for x in ([0.0, 0.0], np.zeros(2), 1.0, torch.zeros(2, dtype=torch.complex64), torch.zeros(2).to_sparse())
-    },
-    "a bool bias": {"bias": torch.ones(4, 4, dtype=torch.bool)},
-    "no such backend": {"backend": "cuda"},
-    "no such layout": {"layout": "sbhd"},
-    **{f"{name} array": {"dropout_p": 0.1, name: np.zeros(2)} for name in ("seed", "backend", "layout", "scale")},
-    "seed float array": {"dropout_p": 0.1, "seed": np.array(3.0)},
-    "scale that is none": {"scale": NoFloat()},
-    **{
-        f"{name} {type(x).__name__}": {name: x}
-        for name in ("q", "k", "v")
-        for x in (None, [[1.0]], np.zeros((1, 4, 2, 8)), 3.0, Q.to_sparse(), Q.to(torch.complex64), Q[0])
-    },
-    "nested": {"v": torch.nested.nested_tensor([Q[0]])},
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_one_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferenceBackend, "forward_runner", lambda *_: pytest.fail("a backend was asked to run"))
-    with pytest.raises(AttentionError, match=r"found .*; expected "):
-        tilewise.attention(**{"q": Q, "k": Q, "v": Q} | WRONG[name])
-
-
-@pytest.mark.parametrize(
-    ("cu", "words"),
-    [
-        ([0, 5], "at most the 4 tokens"),
-        ([0, 3, 2, 4], r"cu_seqlens_q\[2\]: found 2"),
-        ([-1, 4], "start of cu_seqlens_q: found -1"),
-        ([1, 4], "start of cu_seqlens_q"),
-    ],
-)
-def test_offsets_are_read_where_it_is_free(cu: list[int], words: str) -> None:
-    offsets = torch.tensor(cu, dtype=torch.int32)
-    fine = torch.linspace(0, 4, len(cu)).int()
-    for call in (tilewise.attention_varlen, tilewise.check):
-        with pytest.raises(AttentionError, match=words):
-            call(T, T, T, offsets, fine)
-    with pytest.raises(AttentionError, match=words):
-        torch.func.grad(lambda q: tilewise.attention_varlen(q, T, T, offsets, fine).sum())(T)
-
-
-@pytest.mark.parametrize("side", ["q", "k"])
-def test_a_longest_sequence_that_is_not_the_longest(side: str) -> None:
-    cu = torch.tensor([0, 1, 4], dtype=torch.int32)
-    for call in (tilewise.attention_varlen, tilewise.check):
-        call(T, T, T, cu, cu, **{f"max_seqlen_{side}": 3})
-        with pytest.raises(AttentionError, match=f"max_seqlen_{side}: found 2; expected at least 3, the length"):
-            call(T, T, T, cu, cu, **{f"max_seqlen_{side}": 2})
-
-
-@pytest.mark.parametrize("x", [None, [0, 4], np.array([0, 4]), CU.float(), CU[None], CU[:0], CU.to_sparse()])
-def test_what_is_no_offsets(x: Any) -> None:
-    with pytest.raises(AttentionError):
-        tilewise.attention_varlen(T, T, T, x, CU)
-
-
-@pytest.mark.parametrize("x", [1.5, True, -1, "4", np.zeros(2), torch.tensor(4)])
-def test_what_is_no_longest_sequence(x: Any) -> None:
-    with pytest.raises(AttentionError, match="max_seqlen_q"):
-        tilewise.attention_varlen(T, T, T, CU, CU, max_seqlen_q=x)
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [("is_causal", "causal"), ("attn_mask", "mask_mod"), ("softmax_scale", "scale"), ("window_size", "window"),
-     ("dropout", "dropout_p"), ("casual", "causal"), ("zzz", "one of")],
-)  # fmt: skip
-def test_other_libraries_words(name: str, ours: str) -> None:
-    with pytest.raises(AttentionError, match=f"found {name}=; expected .*{ours}"):
-        tilewise.attention(Q, Q, Q, **{name: None})
 
 
 def test_all_entrances_have_the_same_options() -> None:

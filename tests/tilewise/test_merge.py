@@ -167,18 +167,3 @@ def test_packed_parts() -> None:
         tilewise.attention_varlen(q, k[cut], v[cut], cu, three, return_lse=True) for cut in (slice(3), slice(3, 6))
     ]
     assert_close(tilewise.merge(*parts), whole)
-
-
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ((), "none"),
-        ((3,), "int"),
-        (((torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 3)),), "lse of part 0"),
-        (((torch.zeros(2, 5, 3, 8), torch.zeros(2, 3, 5)), (torch.zeros(2, 4, 3, 8), torch.zeros(2, 3, 4))), "part 1"),
-        (((torch.zeros(5, 8), torch.zeros(5)),), "shapes of part 0"),
-    ],
-)
-def test_what_is_no_part(parts, words) -> None:
-    with pytest.raises(AttentionError, match=words):
-        tilewise.merge(*parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +16,6 @@ Q = torch.randn(1, 8, 2, 16)
 PACKED = torch.randn(10, 2, 16)
 CU = torch.tensor([0, 3, 10], dtype=torch.int32)
 BLOCKS = tilewise.block_mask(tilewise.mods.block_diagonal(16), 32, 32, block=(16, 16))
-
-
-def torch_block_mask() -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 8, 8, device="cpu")
 
 
 REQUIRED = {
@@ -62,58 +55,6 @@ def test_missing_tensors_are_named(name: str) -> None:
             function(*given[:n])
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: attention(Q, Q, Q, True), "positional arguments of attention .* options by name: causal=True"),
-        (lambda: attention(Q, Q, Q, BLOCKS), "options by name: mask_mod="),
-        (lambda: attention(Q, Q, Q, CU, CU), "options by name: attention_varlen"),
-        (lambda: attention(Q, Q, Q, 0.5), "options by name: scale=0.5"),
-        (lambda: attention_varlen(PACKED, PACKED, PACKED, CU, CU, 7, 7), "max_seqlen_q=7, max_seqlen_k=7"),
-        (lambda: attention(query=Q, key=Q, value=Q), "found query=; expected q="),
-        (lambda: attention_varlen(query=PACKED), "found query=; expected q="),
-        (lambda: attention(Q, Q), "v: found nothing; expected a torch.Tensor"),
-        (lambda: attention_varlen(PACKED, PACKED, PACKED, CU), "cu_seqlens_k: found nothing.*give cu_seqlens_q"),
-        (lambda: attention(Q, Q, Q, backend="hopper"), "found the tensors are on cpu; expected backend='auto'"),
-        (lambda: attention(Q.double(), Q.double(), Q.double(), backend="triton"), "the tensors are on the cpu"),
-        (lambda: attention(Q, Q, Q, score_mod=BLOCKS), "score_mod: found a block mask; expected it as mask_mod="),
-        (lambda: attention(Q, Q, Q, bias=BLOCKS), "bias: found BlockMask; .*block masks as mask_mod="),
-        (lambda: attention(Q, Q, Q, block_mask=BLOCKS), "found block_mask=; expected mask_mod="),
-        (lambda: attention(Q, Q, Q, cu_seqlens_q=CU, cu_seqlens_k=CU), "expected attention_varlen"),
-        (lambda: attention(Q, Q, Q, max_seqlen_q=8), "expected attention_varlen"),
-        (lambda: attention(Q, Q, Q, alibi=True), "found alibi=; expected alibi_slopes="),
-        (lambda: attention(Q, Q, Q, sliding_window=4), r"expected window=\(3, 0\)"),
-        (lambda: attention(Q, Q, Q, sliding_window=None), r"expected window=\(left, right\)"),
-        (lambda: attention(Q, Q, Q, window=4), r"expected \(left, right\).*; \(3, 0\) for the last 4 keys"),
-        (lambda: attention(Q, Q, Q, torch_block_mask()), r"options by name: mask_mod=tilewise\.block_mask"),
-        (lambda: attention(Q, Q, Q, mask_mod=Q > 0), r"mask_mod=lambda b, h, q_idx, kv_idx: mask\[b, h, q_idx, kv_idx"),
-        (lambda: attention(Q, Q, Q, mask_mod=torch.ones(8, 8) > 0), r"kv_idx: mask\[q_idx, kv_idx\]"),
-        (lambda: attention(Q, Q, Q, score_mod=torch.ones(8, 8)), "expected bias="),
-        (lambda: attention_varlen(PACKED, PACKED, PACKED, CU.diff(), CU.diff()), r"n\.cumsum\(0\), \(1, 0\)"),
-    ],
-)
-def test_the_error_says_what_to_write(call, said):
-    with pytest.raises(AttentionError, match=said) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 250
-
-
-@pytest.mark.parametrize("name", ["causal", "window", "scale", "dropout_p", "return_lse", "precision", "layout"])
-def test_of_a_tensor_that_is_no_option_shape_and_dtype_are_shown(name):
-    with pytest.raises(AttentionError, match=rf"^{name}: found a tensor \(30, 30\) of torch.float32; expected "):
-        attention(Q, Q, Q, **{name: torch.randn(30, 30)})
-    with pytest.raises(AttentionError, match=r"^window left: found a tensor \(30,\) of torch.float32; expected an int"):
-        attention(Q, Q, Q, window=(torch.randn(30), 0))
-
-
-def test_a_tensor_as_mod_of_a_call_with_a_cache():
-    """It has no bias=."""
-    cache = torch.randn(1, 8, 2, 16)
-    with pytest.raises(AttentionError, match=r"score_mod: found a tensor .* expected a function of b, h, q_idx"):
-        tilewise.attention_kv(Q, cache, cache, 8, score_mod=torch.randn(8, 8))
-
-
 def test_of_lengths_the_hint_makes_offsets():
     lengths = torch.tensor([3, 7])
     cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -125,38 +66,6 @@ def test_of_lengths_the_hint_makes_offsets():
     far = torch.tensor([0, 2**32 + 10])
     with pytest.raises(AttentionError, match="end of cu_seqlens_q: found 2147483647; expected at most the 10"):
         attention_varlen(PACKED, PACKED, PACKED, far, far)
-
-
-def loops(score, b, h, q_idx, kv_idx):
-    for _ in range(3):
-        score = score + 1
-    return score
-
-
-def waits(score, b, h, q_idx, kv_idx):
-    while score > 1:
-        score = score - 1
-    return score
-
-
-def prints(score, b, h, q_idx, kv_idx):
-    print(score)
-    return score
-
-
-@pytest.mark.parametrize(
-    ("mod", "said"),
-    [
-        (loops, "found a for loop; expected no loop: write its steps out"),
-        (waits, "found a while loop; expected no loop"),
-        (prints, "found a print; expected none: to see values, call the mod with tensors"),
-        (lambda score, b, h: score, "found score, b, h; expected score, b, h, q_idx, kv_idx, then its tensors"),
-        (lambda score, b, h, q_idx, kv_idx, x: score, "found 0; expected 1: x"),
-    ],
-)
-def test_what_a_mod_cannot_do(mod, said):
-    with pytest.raises(AttentionError, match=said):
-        attention(Q, Q, Q, score_mod=mod)
 
 
 def test_values_of_a_mod_are_seen_by_calling_it():

@@ -161,35 +161,3 @@ def test_copies_pickles_and_compiles():
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     options = {"key_padding_mask": padding, "attn_mask": torch.zeros(3, 3), "need_weights": False}
     assert_close(compiled(x, x, x, **options), layer(x, x, x, **options))
-
-
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        ({"add_bias_kv": True}, "add_bias_kv: found True; expected False, or torch.nn.MultiheadAttention"),
-        ({"num_heads": 3}, "num_heads: found 3; expected a divisor of embed_dim 8"),
-        ({"num_kv_heads": 3}, "num_kv_heads: found 3; expected a divisor of num_heads 4"),
-    ],
-)
-def test_refused_modules(made, said):
-    with pytest.raises(tilewise.AttentionError, match=said):
-        MultiheadAttention(**{"embed_dim": 8, "num_heads": 4} | made)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"query": torch.zeros(2, 3, 9)}, "last axis of query: found 9; expected 8"),
-        ({"key": torch.zeros(3, 8)}, r"key: found \(3, 8\); expected a tensor with 3 axes"),
-        ({"query": torch.zeros(1, 3, 8)}, r"batch of query: found 1; expected 2, key's \(batch_first=True\)"),
-        ({"value": torch.zeros(2, 4, 8)}, r"shape of value: found \(2, 4, 8\)"),
-        ({"attn_mask": torch.zeros(3, 5)}, r"shape of attn_mask: found \(3, 5\); expected \(3, 3\) or \(4, 3, 3\)"),
-        ({"attn_mask": torch.zeros(3, 3, dtype=torch.int64)}, "attn_mask: found torch.int64; expected bools"),
-        ({"key_padding_mask": torch.zeros(3, 2)}, r"shape of key_padding_mask: found \(3, 2\); expected \(2, 3\)"),
-        ({"query": torch.zeros(2, 2, 8), "is_causal": True}, "is_causal: found True, 2 queries and 3 keys"),
-    ],
-)
-def test_refused_calls(given, said):
-    x = torch.zeros(2, 3, 8)
-    with pytest.raises(tilewise.AttentionError, match=said):
-        MultiheadAttention(8, 2, batch_first=True)(**{"query": x, "key": x, "value": x} | given)

@@ -64,21 +64,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"head_dim": 64, "gpu": "H200"}, "sm_90"),
-        ({"gpu": "sm_90"}, "head_dim"),
-        ({"head_dim": 64, "gpu": "sm_90", "softmax_scale": 1.0}, "scale="),
-        ({"config": {}, "gpu": "sm_90"}, "num_attention_heads"),
-    ],
-)
-def test_mistakes_are_named(words: Any, message: str) -> None:
-    with pytest.raises(AttentionError, match=message):
-        warmup(**words)
-
-
 def test_an_interpreted_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(AttentionError, match="TRITON_INTERPRET"):

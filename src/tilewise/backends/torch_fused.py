@@ -16,7 +16,7 @@ from torch import Tensor
 from ..request import INTERPRETER, BackwardInputs, Gpu, Request
 from ..torch_internals import cpu_flash, cpu_flash_backward
 from . import reference
-from .protocol import Runner
+from .protocol import KvBackend, Runner
 from .reference import ReferenceBackend
 from .reference.tiled import LARGE_LSE
 
@@ -58,7 +58,7 @@ class TorchBackend(ReferenceBackend):
 
     name = "torch"
     reason = "torch's fused kernels for CPUs"
-    kv = None
+    kv: KvBackend | None = None
 
     def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
         if gpu is not None and gpu != INTERPRETER:

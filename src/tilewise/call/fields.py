@@ -151,7 +151,7 @@ def number(name: str, x: Any, expected: str) -> float:
     except (TypeError, ValueError):
         raise AttentionError(name, shown(x), expected) from None
     if not -math.inf < found < math.inf:  # isfinite, which torch.compile does not trace
-        raise AttentionError(name, x, expected)
+        raise AttentionError(name, shown(x), expected)
     return found
 
 

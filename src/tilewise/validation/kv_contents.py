@@ -184,7 +184,7 @@ def _check_overwritten(b: int, pages: list[int], sizes: tuple[int, int, int], pa
     first, length, new = sizes
     written = check_distinct(b, pages, (length, new), page)
     among = {number for number, _ in written}
-    for j in range(first, length) if among.intersection(pages[first // page : length // page]) else ():
+    for j in range(first, length) if among.intersection(pages[first // page : -(-length // page)]) else ():
         if pages[j // page] in among and (pages[j // page], j % page) in written:
             found = "visible to a query, but overwritten by a new token"
             raise AttentionError(f"key {j} of sequence {b}", found, "more pages in the circular page table")

@@ -67,7 +67,7 @@ def checked_scale(name: str, scale: Any, cache: Tensor, batch: int) -> Scale:
         by_group = tuple(axes) == shapes[3] and groups > 0 and groups % 2 == 0 and dim % groups == 0
         named = ", ".join(map(str, shapes[3]))
         names.append(f"({named}, G) by token, head and group of dims, of an even number G that divides {dim}")
-    if tuple(scale.shape) not in shapes and not by_group:
+    if not by_group and not any(scale.shape == shape for shape in shapes):
         raise AttentionError(f"shape of {name}", tuple(scale.shape), " or ".join(names))
     found_scale: Scale = scale
     return found_scale

@@ -59,3 +59,14 @@ def test_dropout_has_a_maximum() -> None:
     request = Request(q, k, v, Spec(0.25, score_mod=cap.key, score_numbers=cap.numbers))
     assert is_bounded(request, 20.0)
     assert not is_bounded(request._replace(seed=torch.zeros(1, dtype=torch.int64)), 20.0)
+
+
+def test_sinks_have_a_maximum() -> None:
+    """A sink has no bound: the maximum of a row begins with it."""
+    q, k, v = (x.detach() for x in tensors(20, d=64))
+    for sink in (-3.0, 30.0, 200.0):
+        sinks = torch.full((2,), sink, device=DEVICE)
+        out, lse = tilewise.attention(q, k, v, softcap=20.0, sinks=sinks, backend="triton", return_lse=True)
+        wide = (x.double() for x in (q, k, v))
+        exact = tilewise.attention(*wide, softcap=20.0, sinks=sinks.double(), backend="reference", return_lse=True)
+        torch.testing.assert_close((out.double(), lse.double()), exact, atol=2e-2, rtol=1e-4)

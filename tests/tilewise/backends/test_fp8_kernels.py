@@ -69,6 +69,13 @@ def test_strides() -> None:
     compare((q, k, v.flip(-1)[..., ::2] + 0), **SINKS)
 
 
+def test_the_mean_key_is_taken_from_keys_alone() -> None:
+    """A block of two keys: rows past the end, less the mean key, would be its largest, and decide its scale."""
+    torch.manual_seed(7)
+    k = integers(1, 65, 2, 16)
+    compare((integers(1, 20, 2, 16), torch.cat([k, -k], 1) + 64, integers(1, 130, 2, 16)))
+
+
 def test_hidden_nan_does_not_leak() -> None:
     torch.manual_seed(3)
     q, k, v = integers(1, 70, 2, 16), integers(1, 70, 2, 16), integers(1, 70, 2, 16)

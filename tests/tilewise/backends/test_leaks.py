@@ -38,7 +38,7 @@ def affected(name: str, at: int, case: Case) -> dict[str, Tensor]:
 
 
 def check_untouched(
-    expected: tuple[Tensor, ...], found: tuple[Tensor, ...], reached: dict[str, Tensor], **tolerance: float
+    expected: Sequence[Tensor], found: Sequence[Tensor], reached: dict[str, Tensor], **tolerance: float
 ) -> None:
     for name, x, y in zip(NAMES, expected, found, strict=True):
         axis = -1 if name == "lse" else -3
@@ -86,6 +86,33 @@ def test_other_sequences() -> None:
     found = run(bad, "triton")
     check_untouched(run(inputs, "triton"), found, dict(zip(NAMES, (rows, rows, rows, keys, keys), strict=True)))
     assert found[0][5:23].isnan().all()
+
+
+def test_a_flag_is_that_of_its_tile() -> None:
+    """With 31 tiles of queries, and of keys, one row apart: the NaN repair would look at a neighbour's flag."""
+    case = Case(batch=31, n_q=2, n_k=2, heads=1, kv_heads=1, d=8, dv=8, after=0)
+    inputs = make(case, DEVICE)
+    clean, found = (run(x, "triton") for x in (inputs, poisoned(inputs, "dout", (5, 0), torch.nan)))
+    check_untouched([x[5:6] for x in clean], [x[5:6] for x in found], affected("dout", 0, case))
+    for x, y in zip(clean, found, strict=True):
+        assert torch.equal(x[:5], y[:5])
+        assert torch.equal(x[6:], y[6:])
+
+
+@tilewise.mask_mod
+def all_but_key_5(b, h, q_idx, kv_idx):
+    return (kv_idx != 5) | (q_idx >= 20)
+
+
+def test_queries_past_the_end_see_nothing() -> None:
+    """A mask mod that would show them a key which no query sees."""
+    inputs = make(Case(batch=1, n_q=20, n_k=20, heads=2, kv_heads=1, d=8, dv=8), DEVICE)
+    q, k, v = (x.detach().clone() for x in (inputs.q, inputs.k, inputs.v))
+    k[:, 5] = torch.nan
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = tilewise.attention(q, k, v, mask_mod=all_but_key_5(), backend="triton")
+    for x in torch.autograd.grad(out, (q, k, v), inputs.dout):
+        assert x.isfinite().all()
 
 
 def test_rows_that_see_nothing_ignore_everything() -> None:

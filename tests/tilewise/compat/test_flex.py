@@ -357,7 +357,11 @@ def qkv(n_q: int = S, n_k: int = S, kv_heads: int = H) -> list[Tensor]:
     return [torch.randn(B, H, n_q, D), *(torch.randn(B, kv_heads, n_k, D) for _ in "kv")]
 
 
-@cases("name", ["relative", "bias", "paths", "a module", "aten's index", "dtypes", "bias, index by index"], SCORES)
+@cases(
+    "name",
+    ["relative", "bias", "paths", "a module", "aten's index", "from the end", "dtypes", "bias, index by index"],
+    SCORES,
+)
 def test_scores(name: str) -> None:
     leaves = qkv()
     ours = flex_attention(*leaves, score_mod=SCORES[name])

@@ -161,6 +161,12 @@ def test_zigzag_and_stripes_are_even(ranks):
     assert plan(ranks, seqlen=ranks * 512, causal=True, layout="contiguous", strategy="ring").imbalance() > 0.3
 
 
+def test_stripes_run_on_through_documents():
+    """Short documents would all begin with rank 0 otherwise."""
+    made = plan(4, cu_seqlens=[0, 1, 2, 3, 5, 8, 9, 10, 12], causal=True, strategy="ring", layout="striped")
+    assert made.counts() == [3, 3, 3, 3]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_packed_documents_are_even_in_work_and_in_tokens(seed):
     rng = random.Random(seed)

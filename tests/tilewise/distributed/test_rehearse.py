@@ -67,6 +67,17 @@ def test_half_precision_rounds_once(strategy, dtype):
         check(CASES["causal"], ranks, 200, dtype, strategy=strategy, node=2)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "allgather"])
+def test_scores_far_out(strategy):
+    """An lse of hundreds: a part's weights come from the lse of the whole, never from its own maximum and sum."""
+    case, inputs = CASES["causal"], make(CASES["causal"], dtype=torch.float64)
+    inputs = inputs._replace(q=100 * inputs.q)
+    made = planned(case, 4, strategy=strategy)
+    ours = run(case, inputs, lambda q, k, v, **o: rehearse(q, k, v, plan=made, **o))
+    for x, y in zip(ours, alone(case, inputs), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_tree_of_ranks_decodes(ranks, queries):

@@ -199,23 +199,6 @@ def test_positions_of_other_tokens() -> None:
         check_positions(rotary, cu_q, cu_new)
 
 
-@pytest.mark.parametrize("shape", [(), (2,), (2, 3)], ids=str)
-def test_too_few_axes(shape: tuple[int, ...]) -> None:
-    wrong, new, cache = torch.zeros(shape), torch.randn(2, 1, 2, 8), torch.zeros(2, 8, 2, 8)
-    for call in (
-        lambda: append_kv(wrong, new, cache, cache.clone(), 3),
-        lambda: attention_kv(new, cache, cache.clone(), 3, k_new=wrong, v_new=new),
-        lambda: attention_kv(new, wrong, cache, 3),
-    ):
-        with pytest.raises(AttentionError, match="shape of "):
-            call()
-    with pytest.raises(AttentionError, match="shape of cu_seqlens_new"):
-        append_kv(new[0], new[0], cache, cache.clone(), 3, cu_seqlens_new=torch.tensor(1, dtype=torch.int32))
-    angles = torch.ones(16, 4)
-    with pytest.raises(AttentionError, match="rotary interleaved: found Tensor; expected True or False"):
-        append_kv(new, new, cache, cache.clone(), 3, rotary=Rotary(angles, angles, wrong))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("page", [0, 4])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("heads", [4, 40], ids=["by the decode kernel", "by a launch of its own"])

@@ -50,6 +50,21 @@ def per_head(score, b, h, q_idx, kv_idx, shift):
     return score * 0.5 + shift[h]
 
 
+@tilewise.score_mod
+def of_any_size(score, b, h, q_idx, kv_idx):
+    return score + 0.1 * torch.exp(score)
+
+
+@pytest.mark.usefixtures("triton_runs")
+def test_a_sink_beside_scores_of_any_size() -> None:
+    """Their sums are kept beside their maxima, and count with the sink as they do without."""
+    x = inputs(KvCase((40, 17, 0), page=8, dim=16))
+    options: dict[str, Any] = {"score_mod": of_any_size(), "sinks": torch.tensor([-2.0, 0.0, 1.0, 9.0])}
+    for split in (None, 0):
+        found, expected = (call(x, backend, **options, split=split) for backend in ("triton", "reference"))
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
 TREE = [[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [0, 1, 0], [0, 1, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
 
 

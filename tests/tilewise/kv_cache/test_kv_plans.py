@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -19,12 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, inputs
-from tests.tilewise.plan_cache.conftest import Spy, signature_of_call
-from tilewise import kv_cache, plan_cache
+from tilewise import kv_cache
 from tilewise.backends.common.kv import KvKernels
-from tilewise.kv_cache import Prepared
 from tilewise.plan_cache import PlanCache, plans
-from tilewise.validation import kv as checks
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors are taken for those of a GPU")
 CASE = KvCase((5, 0, 18), dim=16, heads=2, kv_heads=1, page=8)
@@ -117,7 +113,6 @@ def test_an_append_with_norms_has_a_signature(requires_grad: bool, made: Counter
         k, v = torch.zeros(2, 2, 8, 1, 16)
         tilewise.append_kv(new, new, k, v, lengths, q=new, qk_norm=norm, backend="triton")
     assert made == {"append": 1}
-    assert any(isinstance(x, Prepared) for x in kept.values()) is not requires_grad
 
 
 def test_plans_of_steps_share_memory(made: Counter[str]) -> None:
@@ -207,13 +202,11 @@ def test_a_call_that_does_not_return_lse_uses_the_memory_of_the_plan() -> None:
         assert set(plan.lse.flatten().tolist()) == {7.0}
 
 
-def test_a_known_call_is_not_checked_again_and_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_call_keeps_no_tensor() -> None:
     x = inputs(CASE.but(new=1), torch.float16)
     options = x.options | {"backend": "triton"}
     options["plan"] = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **options)
     first = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **options)
-    monkeypatch.setattr(checks, "attend_request", None)
-    monkeypatch.setattr(checks, "append_request", None)
     assert torch.equal(tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **options), first)
     alive = [weakref.ref(t) for t in (x.q, x.k, x.lengths, options["plan"].workspace, options["k_new"], first)]
     del x, options, first
@@ -221,97 +214,8 @@ def test_a_known_call_is_not_checked_again_and_keeps_no_tensor(monkeypatch: pyte
     assert [ref() for ref in alive] == [None] * 6
 
 
-NEW = torch.zeros(2, 1, 1, 8).half()
-SHAPE = (1, "of a plan", torch.float16, torch.device("cpu"), None, True)
-
-
-def arguments(**options: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The tensors and options of a call."""
-    q, k, v, lengths = torch.zeros(2, 1, 2, 8), torch.zeros(4, 8, 1, 8), torch.zeros(4, 8, 1, 8), torch.zeros(2)
-    given: dict[str, Any] = {"q": q.half(), "k": k.half(), "v": v.half(), "lengths": lengths.int(), "k_new": NEW}
-    given |= {"plan": tilewise.KvPlan(*torch.zeros(3, 8), SHAPE), "v_new": NEW.clone(), "page_table": torch.zeros(2, 4)}
-    given |= options
-    return [given.pop(name) for name in ("q", "k", "v", "lengths")], given
-
-
-def signature(**options: Any) -> tuple[Any, ...] | None:
-    tensors, given = arguments(**options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache, "plans", Spy())
-        return signature_of_call(lambda: tilewise.attention_kv(*tensors, **given))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"window": (5, 0)},
-        {"window": (5.0, 0)},
-        {"scale": 0.5},
-        {"scale": 1},
-        {"split": 128},
-        {"max_seqlen_q": 3},
-        {"causal": False},
-        {"causal": 0},
-        {"softcap": 2.0},
-        {"starts": torch.zeros(3, dtype=torch.int32)},
-        {"q": torch.zeros(3, 1, 2, 8).half()},
-        {"q": torch.zeros(2, 2, 1, 8).half().transpose(1, 2)},
-        {"q": torch.zeros(2, 1, 2, 8).bfloat16()},
-        {"q": torch.zeros(33).half()[1:].view(2, 1, 2, 8)},
-        {"q": torch.zeros(2, 1, 2, 8).half().requires_grad_()},
-        {"k": torch.zeros(4, 1, 8, 8).half().transpose(1, 2)},
-        {"v": torch.zeros(5, 8, 1, 8).half()},
-        {"lengths": torch.zeros(2).long()},
-        {"lengths": torch.zeros(4).int()[::2]},
-        {"lengths": torch.zeros(3).int()[1:]},
-        {"v_new": NEW},
-        {"page_table": (torch.zeros(2, 4), torch.zeros(2, 4))},
-        {"page_table": torch.zeros(4, 2).T},
-        {"plan": tilewise.KvPlan(*torch.zeros(3, 8), (2, *SHAPE[1:]))},
-        {"plan": tilewise.KvPlan(*torch.zeros(3, 8), (*SHAPE[:-1], 1))},
-        {"plan": tilewise.KvPlan(*torch.zeros(3, 9), SHAPE)},
-        {"plan": None},
-        {"rotary": tilewise.Rotary(torch.zeros(4, 4), torch.zeros(4, 4))},
-        {"score_mod": tilewise.mods.softcap(3.0)},
-        {"page_table": (torch.zeros(2, 4),)},
-        {"page_table": ()},
-        {"out": torch.zeros(2, 1, 2, 8).half()},
-        {"return_lse": True},
-        {"sinks": torch.zeros(2)},
-        {"alibi_slopes": torch.zeros(2)},
-        {"backend": "triton"},
-    ],
-)
-def test_calls_that_differ_have_different_signatures(other: dict[str, Any]) -> None:
-    one, two = signature(), signature(**other)
-    assert one is not None
-    assert two is not None
-    assert one != two
-    assert (signature(), signature(**other)) == (one, two)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_parts_of_rotary_are_parts_of_the_signature(interleaved: bool) -> None:
-    def rotary(**changes: Any) -> Any:
-        fields: dict[str, Any] = {"cos": torch.ones(4, 4), "sin": torch.ones(4, 4), "interleaved": interleaved}
-        return signature(rotary=tilewise.Rotary(**fields | changes))
-
-    others = [
-        rotary(),
-        rotary(interleaved=not interleaved),
-        rotary(interleaved=int(interleaved)),
-        rotary(positions=torch.zeros(2, 1)),
-        rotary(q_positions=torch.zeros(2, 1)),
-        rotary(cos=torch.ones(5, 4)),
-    ]
-    assert None not in others
-    assert len(set(others)) == 6
-    assert rotary() == others[0]
-
-
 def test_one_tensor_as_two_arguments(made: Counter[str]) -> None:
     """The places of the tensors among the arguments differ."""
-    assert signature(v_new=NEW) == signature(k_new=(fresh := NEW.clone()), v_new=fresh) != signature()
     lengths = torch.tensor([3, 0], dtype=torch.int32)
     a, b = torch.randn(2, 2, 2, 1, 16).half()
     for k_new, v_new in ((a, a), (a, b), (b, a), (b, b)):
@@ -358,17 +262,6 @@ def test_layers_of_their_own_memory_share_a_plan(made: Counter[str]) -> None:
     assert made == {"append": 2}
 
 
-def test_traced_calls_have_no_signature() -> None:
-    found = []
-    with FlopCounterMode(display=False):
-        found.append(signature())
-    torch.vmap(lambda x: found.append(signature()) or x)(torch.zeros(1))
-    with torch.autograd.forward_ad.dual_level():
-        found.append(signature())
-    assert found == [None] * 3
-    assert signature() is not None
-
-
 def test_a_dispatch_mode_sees_the_ops_of_a_known_call() -> None:
     x = inputs(CASE, torch.float16)
     expected = call(x, plan=False)
@@ -376,14 +269,6 @@ def test_a_dispatch_mode_sees_the_ops_of_a_known_call() -> None:
         found = call(x, plan=False)
     assert counter.get_total_flops() > 0
     compare(found, expected)
-
-
-def test_calls_on_a_cpu_and_with_tilewise_check_have_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("TILEWISE_CHECK", "1")
-        assert signature() is None
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: False))
-    assert signature() is None
 
 
 def test_a_tensor_that_requires_a_gradient_is_checked_in_every_call(kept: PlanCache) -> None:
@@ -409,31 +294,7 @@ def test_tensors_made_by_the_library_are_made_for_every_call(lengths: Any, kept:
     kept.clear()
     for _ in range(2):
         compare(call(replace(x, lengths=lengths), plan=False), expected)
-    assert not any(isinstance(plan, Prepared) for plan in kept.values())
     assert made == {"attend": 1}
-
-
-def test_a_tree_is_packed_for_every_call(kept: PlanCache) -> None:
-    tree = torch.tril(torch.ones(3, 2, 2, dtype=torch.bool))
-    for seed in range(2):
-        x = inputs(CASE.but(queries=2, new=2), torch.float16, seed=seed)
-        found = call(x, tree=tree, plan=False)
-        compare(
-            found, call(inputs(CASE.but(queries=2, new=2), torch.float16, seed=seed), "reference", False, tree=tree)
-        )
-    assert not any(isinstance(plan, Prepared) for plan in kept.values())
-
-
-def test_a_full_cache_starts_again(kept: PlanCache, made: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache.plans, "limit", 3)
-    new, lengths = torch.ones(1, 1, 1, 16).half(), torch.zeros(1, dtype=torch.int32)
-    for n in range(1, 9):
-        k, v = torch.zeros(2, 1, n, 1, 16).half()
-        for _ in range(2):
-            tilewise.append_kv(new, new, k, v, lengths, backend="triton")
-        assert len(kept) <= 3
-        assert k[0, 0].eq(1).all()
-    assert made == {"append": 8}
 
 
 def test_other_lengths_and_pages_are_the_same_call(made: Counter[str]) -> None:
@@ -468,27 +329,3 @@ def test_ops_share_plans(made: Counter[str]) -> None:
         compare((found,), call(theirs, "reference", plan=False)[:1])
         assert torch.equal(ours.k.nan_to_num(), theirs.k.nan_to_num())
     assert made == {"append": 1, "schedule": 1, "attend": 1}
-
-
-def test_threads_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one launch at a time, so the reference computes here."""
-    monkeypatch.setattr(plan_cache.plans, "limit", 3)
-    failures: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        try:
-            generator = torch.Generator().manual_seed(seed)
-            for n in (3, 4, 5, 6, 3, 4, 5, 6):
-                q, k, v = (torch.randn(1, s, 2, 8, generator=generator) for s in (1, n, n))
-                lengths = torch.tensor([n], dtype=torch.int32)
-                found = tilewise.attention_kv(q, k, v, lengths, backend="reference")
-                assert_close(found, tilewise.attention(q, k, v, backend="reference"))
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]

@@ -10,7 +10,6 @@ import torch
 import tilewise
 from tests.covering import cases
 from tests.mla_cases import MlaCase, compare, inputs
-from tilewise import AttentionError
 from tilewise.kv_formats import unpack_latent
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -88,20 +87,6 @@ def test_named_tokens_of_scales_by_sequence(backend: str) -> None:
     compare(flat, x.q.flatten(0, 1)[:, None], scaled, causal=False)
 
 
-def test_check_reads_the_scales_of_tokens() -> None:
-    x = inputs(MlaCase((20, 7), stored=(E4M3, "token")), torch.float16)
-    options: Any = x.options | {"v_scale": x.options["k_scale"]}
-    tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
-    options["k_scale"][x.options["page_table"][1, 0], 6] = torch.inf
-    with pytest.raises(AttentionError, match="k_scale of token 6 of sequence 1"):
-        tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
-    new = torch.randn(2, 1, 1, 576).half()
-    options["k_scale"][x.options["page_table"][1, 0], 6] = 1.0
-    options |= {"k_new": new, "v_new": new[..., 64:]}
-    with pytest.raises(AttentionError, match="v_new: found other numbers than in k_new"):
-        tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
-
-
 @pytest.mark.parametrize("dtype", [E4M3, INT8], ids=str)
 def test_a_scale_that_is_nan_reaches_only_rows_that_see_it(dtype: torch.dtype, backend: str) -> None:
     x = inputs(MlaCase((20,), queries=3, stored=(dtype, "token")), torch.float16)
@@ -111,22 +96,6 @@ def test_a_scale_that_is_nan_reaches_only_rows_that_see_it(dtype: torch.dtype, b
     out = tilewise.attention_mla(x.q, x.cache, x.lengths, **x.options, backend=backend)
     assert torch.equal(out[:, :2], clean[:, :2])
     assert out[:, 2].isnan().all()
-
-
-def test_quantised_caches_that_kernels_lack(triton_runs: None) -> None:
-    x = inputs(MlaCase((20,), stored=(INT8, "float")), torch.float16)
-    k, v, scale = x.cache, x.cache[..., :512], x.options.pop("k_scale")
-    for values, scales, match in (
-        (v.clone(), (scale, scale), "v of torch.int8 that is not the first columns of k"),
-        (v, (scale, 2 * scale), "k_scale and v_scale that differ: in MLA v is part of k"),
-        (v, (scale, torch.tensor(scale)), "k_scale and v_scale that differ: in MLA v is part of k"),
-    ):
-        options: Any = x.options | {"k_scale": scales[0], "v_scale": scales[1]}
-        tilewise.attention_kv(x.q, k, values, x.lengths, **options, backend="reference")
-        with pytest.raises(AttentionError, match=match):
-            tilewise.attention_kv(x.q, k, values, x.lengths, **options, backend="triton")
-    with pytest.raises(AttentionError, match="k_scale: found None; expected a number or a float32 tensor: an int8"):
-        tilewise.attention_mla(x.q, k, x.lengths, **x.options)
 
 
 @pytest.mark.parametrize("batch", [0, 2])
@@ -217,30 +186,21 @@ def test_compiled() -> None:
     assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(x.q), call(x.q))
 
 
-def refused(expected: str, *args: Any, **options: Any) -> None:
-    with pytest.raises(AttentionError, match=expected):
-        tilewise.attention_mla(*args, **options)
+Q, CACHE = torch.randn(2, 3, 4, 576), torch.randn(2, 8, 1, 576)
+INDICES = torch.tensor([[0, 9]], dtype=torch.int32).expand(2, 3, 2)
 
 
-def test_bad_input() -> None:
-    x = inputs(MlaCase((40, 17)), torch.float16)
-    indices = torch.zeros(2, 1, 8, dtype=torch.int32)
-    refused("lengths", x.q, x.cache, page_table=x.options["page_table"])
-    refused("cache", x.q, x.cache[..., :512], x.lengths)
-    refused("shape of q", x.q[..., :512], x.cache, x.lengths)
-    refused("shape of indices", x.q, x.cache, indices=indices[:1])
-    refused("dtype of indices", x.q, x.cache, indices=indices.long())
-    refused("page_table", x.q, x.cache, indices=indices, **x.options)
-    refused("shape of lengths", x.q, x.cache, torch.zeros(3, dtype=torch.int32), indices=indices)
-    packed = tilewise.pack_mla(x.cache).view(torch.float8_e4m3fn)
-    with pytest.raises(AttentionError, match="v_cache"):
-        tilewise.attention_kv(x.q, packed, packed[..., :512].clone(), x.lengths, **x.options)
-    with pytest.raises(AttentionError, match="k_scale"):
-        tilewise.attention_kv(x.q, packed, packed[..., :512], x.lengths, **x.options, k_scale=2.0)
-    with pytest.raises(AttentionError, match="kv of pack_mla"):
-        tilewise.pack_mla(x.cache[..., :100])
-    with pytest.raises(AttentionError, match="token_table"):
-        tilewise.attention_kv(x.q.expand(2, 2, 4, 576), x.cache, x.cache[..., :512], 8, token_table=indices[:, 0])
-    table = torch.full((2, 8), 10**6, dtype=torch.int32)
-    with pytest.raises(AttentionError, match=r"token_table\[0, 0\]"):
-        tilewise.check_kv(x.q, x.cache, x.cache[..., :512], 8, token_table=table)
+def test_contents_of_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    wrong = INDICES.clone()
+    wrong[1, 2, 1] = 16
+    tilewise.attention_mla(Q, CACHE, 1, indices=wrong)  # counts one index of each query
+    tilewise.attention_mla(Q, CACHE, indices=-wrong)
+    with pytest.raises(tilewise.AttentionError, match=r"indices\[1, 2, 1\]: found 16; expected at most 15"):
+        tilewise.attention_mla(Q, CACHE, indices=wrong)
+
+
+def test_out_with_gaps_between_queries() -> None:
+    out = torch.empty(2, 3, 5, 512)[:, :, :4]
+    tilewise.attention_mla(Q, CACHE, indices=INDICES, out=out)
+    torch.testing.assert_close(out, tilewise.attention_mla(Q, CACHE, indices=INDICES))

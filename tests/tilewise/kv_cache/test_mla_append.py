@@ -229,28 +229,9 @@ def test_deepseek_fp8_traced(backend: str) -> None:
     assert torch.equal(other.view(torch.uint8), cache.view(torch.uint8))
 
 
-def test_wrong_deepseek_fp8() -> None:
-    cache, lengths, new = fp8_cache(2, 8), torch.tensor([1, 5], dtype=I32), torch.randn(2, 1, 1, 576)
-    v, v_new, raw = cache[..., :512], new[..., :512], cache.view(torch.uint8)
-    ones = torch.ones(576)
-    for args, options, match in (
-        ((new, v_new, raw, raw[..., :512]), {}, r"k_cache: found torch.uint8 with 656 bytes .*view\("),
-        ((new, v_new, cache, v.clone()), {}, r"v_cache: .*expected k_cache\[..., :512\]"),
-        ((new, v_new, cache, v), {"k_scale": 1.0}, "k_scale and v_scale: found given; expected None"),
-        ((new[..., :512], v_new, cache, v), {}, r"heads and dim of k_new: found \(1, 512\); expected .*\(1, 576\)"),
-        ((new, new[..., :64], cache, v), {}, r"heads and dim of v_new: found \(1, 64\); expected .*\(1, 512\)"),
-        ((new, v_new, cache, v), {"rotary": Rotary(*angles(128))}, "at most 64 dims"),
-        ((new, v_new, cache, v), {"qk_norm": QkNorm(ones, ones)}, "qk_norm"),
-    ):
-        with pytest.raises(AttentionError, match=match):
-            append_kv(*args, lengths, **options)
-
-
-def test_deepseek_fp8_at_odd_addresses(triton_runs: None) -> None:
-    """The kernel writes float32 scales at multiples of 4 bytes; the reference writes anywhere."""
+def test_deepseek_fp8_at_odd_addresses() -> None:
+    """The reference writes anywhere, the kernels at multiples of 4 bytes."""
     room = torch.zeros(2, 8, 1, 658, dtype=torch.uint8).view(torch.float8_e4m3fn)
     cache, lengths, new = room[..., :656], torch.tensor([1, 5], dtype=I32), torch.randn(2, 1, 1, 576)
-    with pytest.raises(AttentionError, match="multiples of 4 bytes"):
-        append_kv(new, new[..., :512], cache, cache[..., :512], lengths, backend="triton")
     append_kv(new, new[..., :512], cache, cache[..., :512], lengths, backend="reference")
     assert torch.equal(cache[1, 5].view(torch.uint8), pack_mla(new[1, 0]))

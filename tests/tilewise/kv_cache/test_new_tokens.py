@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tilewise
 from tests.kv_cases import KvCase, compare, inputs
-from tilewise import AttentionError, Rotary, append_kv, attention_kv, check_kv
+from tilewise import AttentionError, append_kv, attention_kv, check_kv
 
 I32 = torch.int32
 
@@ -19,7 +19,7 @@ def ints(*numbers: Any) -> Tensor:
     return torch.tensor(numbers, dtype=I32)
 
 
-@pytest.mark.parametrize("lengths", [(0, 0), (300, 200)], ids=str)
+@pytest.mark.parametrize("lengths", [(0, 0), (600, 200)], ids=str)  # more than 512 keys are divided
 @pytest.mark.parametrize("processors", [5, 40])
 def test_a_bound_of_queries_that_is_too_small(
     lengths: tuple[int, int], processors: int, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +88,19 @@ def test_places_that_do_not_exist(wrong: int, by: str, backend: str) -> None:
             attention_kv(q, *caches, lengths, k_new=new, v_new=new, **options, backend=backend)
         assert caches[0, ..., 0, 0].tolist() == [[0] * 4, [0, 1, 0, 0]]
         assert torch.equal(caches[0], caches[1])
+
+
+def test_pages_of_the_next_sequence(backend: str) -> None:
+    """Of three with a page each, the second is full: its new token is not written, least of all to the third's page."""
+    caches, new = torch.zeros(2, 3, 4, 1, 8), torch.ones(3, 1, 1, 8)
+    options: Any = {"page_table": (ints(0, 1, 2, 3), ints(0, 1, 2)), "backend": backend}
+    if backend == "reference":
+        with pytest.raises(AttentionError, match="tokens of sequence 1: found 4 in the cache and 1 new"):
+            append_kv(new, new, *caches, ints(0, 4, 2), **options)
+        return
+    append_kv(new, new, *caches, ints(0, 4, 2), **options)
+    for cache in caches:
+        assert cache[..., 0, 0].tolist() == [[1, 0, 0, 0], [0] * 4, [0, 0, 1, 0]]
 
 
 def test_tokens_that_belong_to_no_sequence(backend: str) -> None:
@@ -160,39 +173,3 @@ def test_check_of_append_kv(monkeypatch: pytest.MonkeyPatch) -> None:
             call(**options)
     with pytest.raises(AttentionError, match="cu_seqlens_new"):
         append_kv(new[0], new[0], *torch.zeros(2, 2, 4, 1, 8), ints(1), cu_seqlens_new=ints(0, 9))
-
-
-def test_check_of_rotary_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    tables = torch.ones(4, 4), torch.zeros(4, 4)
-    q, cache = torch.randn(1, 1, 1, 8), torch.zeros(1, 16, 1, 8)
-
-    def check(length: int, **options: Any) -> None:
-        rotary = Rotary(*tables, **options)
-        check_kv(q, cache, cache.clone(), ints(length), k_new=q, v_new=q, rotary=rotary)
-
-    check(3)
-    check(9, positions=torch.tensor([[3]]))
-    for length, options, match in (
-        (9, {}, "rotary position of new token 0 of sequence 0: found 9; expected 0 to 3"),
-        (0, {"positions": torch.tensor([-7])}, "of new token 0 of sequence 0: found -7"),
-        (0, {"q_positions": torch.tensor([4])}, "of query 0 of sequence 0: found 4"),
-    ):
-        with pytest.raises(AttentionError, match=match):
-            check(length, **options)  # type: ignore[arg-type]
-    monkeypatch.setenv("TILEWISE_CHECK", "1")
-    with pytest.raises(AttentionError, match="rotary position of new token 0 of sequence 0: found 9"):
-        append_kv(q, q, cache, cache.clone(), ints(9), rotary=Rotary(*tables))
-
-
-def test_options_of_append_kv() -> None:
-    new, cache = torch.ones(1, 1, 1, 8), torch.zeros(1, 4, 1, 8)
-    for name, match in (
-        ("slot", "slot=; expected slots="),
-        ("block_table", "expected page_table="),
-        ("causal", "causal= of append_kv; expected only cu_seqlens_new"),
-        ("zzz", "expected one of cu_seqlens_new"),
-    ):
-        with pytest.raises(AttentionError, match=match) as error:
-            append_kv(new, new, cache, cache.clone(), ints(0), **{name: False})
-        assert "shared_prefix" not in str(error.value)

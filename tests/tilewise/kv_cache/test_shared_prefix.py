@@ -15,7 +15,6 @@ from tests.prefix_cases import shared_inputs
 from tilewise.backends.common.kv import KvKernels, partition, portable_launches
 from tilewise.backends.common.kv.partition import shares_prefix
 from tilewise.call.fields import CACHE
-from tilewise.errors import AttentionError
 from tilewise.kv_request import KvRequest
 from tilewise.validation import kv as checks
 
@@ -195,48 +194,6 @@ def test_not_shared(options: dict[str, Any]) -> None:
 def test_option_without_effect(options: dict[str, Any]) -> None:
     x = shared_inputs(CASE, COMMON)
     compare(call(x, "triton", True, **options), x, **{k: v for k, v in options.items() if k == "window"})
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ("always", "shared_prefix"),
-        (32, "shared_prefix"),
-        (torch.zeros(6), "dtype of shared_prefix"),
-        (torch.zeros(5, dtype=torch.int32), "shape of shared_prefix"),
-    ],
-)
-def test_refusals(given: Any, found: str) -> None:
-    x = shared_inputs(CASE, COMMON)
-    with pytest.raises(AttentionError, match=found):
-        call(x, "reference", shared_prefix=given)
-
-
-def test_needs_pages() -> None:
-    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
-    with pytest.raises(AttentionError, match="without page_table"):
-        tilewise.attention_kv(q, cache, cache, torch.tensor([5, 20]).int(), shared_prefix="auto")
-
-
-@interpreted
-def test_plan_without_sharing() -> None:
-    x = shared_inputs(CASE, COMMON)
-    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, backend="triton", **x.options)
-    with pytest.raises(AttentionError, match="plan"):
-        call(x, "triton", shared_prefix="auto") and tilewise.attention_kv(
-            x.q, x.k, x.v, x.lengths, backend="triton", shared_prefix="auto", plan=plan, **x.options
-        )
-
-
-def test_check_kv() -> None:
-    x = shared_inputs(CASE, COMMON)
-    right = torch.tensor([0, 32, 32, 0, 32, 32], dtype=torch.int32)
-    tilewise.check_kv(x.q, x.k, x.v, x.lengths, shared_prefix=right, **x.options)
-    for b, n, message in ((3, 4, "page 0 is"), (2, 33, "page 8 is"), (1, 41, "0 to 40"), (1, -1, "0 to 40")):
-        wrong = right.clone()
-        wrong[b] = n
-        with pytest.raises(AttentionError, match=rf"shared_prefix\[{b}\][\s\S]*{message}"):
-            tilewise.check_kv(x.q, x.k, x.v, x.lengths, shared_prefix=wrong, **x.options)
 
 
 @pytest.mark.parametrize(

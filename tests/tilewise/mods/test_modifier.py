@@ -81,6 +81,18 @@ def test_a_changed_closure_is_seen() -> None:
     assert shifted()(S, *PLACE).equal(S + 2)
 
 
+def test_a_zero_of_the_other_sign_is_another_number() -> None:
+    zero = 0.0
+
+    @tilewise.score_mod
+    def divided(score, b, h, q_idx, kv_idx):
+        return torch.where(1.0 / zero > 0, score, -score)
+
+    assert divided()(S, *PLACE).equal(S)
+    zero = -0.0
+    assert divided()(S, *PLACE).equal(-S)
+
+
 def test_a_helper_exchanged_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_helper()(S, *PLACE).equal(S + 1)
     monkeypatch.setattr(this, "widened", lambda x: x - 9)

@@ -73,20 +73,6 @@ def scaled(score, b, h, q_idx, kv_idx, table, by):  # type: ignore[no-untyped-de
     return score * table[h] * by
 
 
-@tilewise.score_mod
-def shifted(score, b, h, q_idx, kv_idx, table, by):  # type: ignore[no-untyped-def]
-    return score + table[h] * by
-
-
-@tilewise.mask_mod
-def before(b, h, q_idx, kv_idx, ends):  # type: ignore[no-untyped-def]
-    return kv_idx < ends[q_idx]
-
-
-def ends(n: int = 128) -> Tensor:
-    return torch.full((n,), 100, dtype=torch.int32)
-
-
 @contextmanager
 def fp32_precision(setting: str) -> Iterator[None]:
     before = torch.backends.cuda.matmul.fp32_precision

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.tilewise.plan_cache.cases import StubBackend
 from tests.tilewise.plan_cache.third_backend import ThirdBackend
-from tilewise import AttentionError
 from tilewise.backends import registry
 from tilewise.plan_cache import PlanCache, plans
 
@@ -42,34 +40,3 @@ def insert(third: ThirdBackend, monkeypatch: pytest.MonkeyPatch) -> ThirdBackend
     plans.clear()  # those of other tests have other backends
     monkeypatch.setattr(registry, "BACKENDS", (third, *registry.BACKENDS))
     return third
-
-
-class LookedUp(Exception):  # noqa: N818 - no error
-    pass
-
-
-class Spy(PlanCache):
-    """Raises LookedUp with the signature of a call, which is looked up first."""
-
-    def get(self, signature: Any, default: Any = None) -> Any:
-        raise LookedUp(signature)
-
-
-def signature_of_call(call: Callable[[], Any]) -> tuple[Any, ...] | None:
-    """The signature that a call looks up, or None if it looks up none. Needs the fixture `spied`."""
-    try:
-        call()
-    except LookedUp as found:
-        signature: tuple[Any, ...] = found.args[0]
-        return signature
-    except AttentionError:
-        return None
-    return None
-
-
-@pytest.fixture
-def spied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls on tensors that say they are on a GPU, whose signatures `signature_of_call` returns."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-    for module in ("api", "kv_cache"):
-        monkeypatch.setattr(f"tilewise.{module}.plans", Spy())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import AttentionError, sparse
+from tilewise import sparse
 
 
 def loop(
@@ -99,23 +99,3 @@ def test_compiled() -> None:
     out, eager = compiled(*x, tuple(gates), **sizes), sparse.nsa(*x, tuple(gates), **sizes)
     torch.testing.assert_close(out, eager)
     torch.testing.assert_close(torch.autograd.grad(out.sum(), x), torch.autograd.grad(eager.sum(), x))
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"block_size": 5}, "block_size of nsa: found 5; expected a number that divides the 24 tokens"),
-        ({"num_blocks": 0}, "num_blocks of nsa: found 0; expected an int, at least 1"),
-        ({"window": -1}, "window of nsa: found -1"),
-        ({"gates": (torch.rand(1, 24, 4),)}, "gates of nsa"),
-        ({"compressed": (torch.rand(1, 5, 2, 8), torch.rand(1, 6, 2, 6))}, "compressed of nsa"),
-        ({"blocks": torch.zeros(1, 24, 1, 2, dtype=torch.int64)}, "shape of blocks of nsa"),
-        ({"blocks": torch.zeros(1, 24, 2, 2)}, "blocks of nsa: found a tensor"),
-        ({"blocks": torch.zeros(1, 24, 2, 2, dtype=torch.int64)}, r"blocks\[0, 0, 0\] of nsa: found 0 twice"),
-    ],
-)
-def test_errors(options: dict[str, Any], match: str) -> None:
-    x, gates = inputs(24)
-    given: dict[str, Any] = {"gates": tuple(gates), "block_size": 4, "num_blocks": 2, "window": 3} | options
-    with pytest.raises(AttentionError, match=match):
-        sparse.nsa(*(t.detach().float() for t in x), **given)

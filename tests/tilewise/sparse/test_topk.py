@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -184,36 +183,6 @@ def test_no_keys() -> None:
     assert not out.any()
     assert (lse == -torch.inf).all()
     assert not torch.autograd.grad(out.sum(), q)[0].any()
-
-
-def bad(**changes: Any) -> dict[str, Any]:
-    q, k, v = (t.detach() for t in inputs(3, 5, 4, 2, 8, 6, torch.float32))
-    return {"q": q, "k": k, "v": v, "indices": drawn(0, 3, 5, 2, 4)} | changes
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        (
-            {"indices": torch.full((2, 3, 2, 4), 5)},
-            r"of topk: found 5; expected -1 for none, or 0 to 4",
-        ),
-        ({"indices": torch.full((2, 3, 2, 4), -2)}, r"indices\[0, 0, 0, 0\] of topk: found -2"),
-        ({"indices": torch.full((2, 3, 2, 4), 1)}, r"indices\[0, 0, 0\] of topk: found 1 twice"),
-        ({"indices": torch.zeros(2, 3, 2, 0, dtype=torch.int32)}, "shape of indices of topk"),
-        ({"indices": torch.zeros(2, 3, 1, 4, dtype=torch.int32)}, "shape of indices of topk"),
-        ({"indices": torch.zeros(2, 3, 2, 4)}, "dtype of indices of topk: found torch.float32"),
-        ({"k": torch.zeros(2, 5, 3, 8), "v": torch.zeros(2, 5, 3, 8)}, "heads of q of topk: found 4"),
-        ({"v": torch.zeros(2, 4, 2, 6)}, "shapes of k and v of topk"),
-        ({"q": torch.zeros(2, 3, 4)}, "shape of q of topk"),
-        ({"k": torch.zeros(2, 5, 2, 8).half()}, "dtype of k of topk"),
-        ({"scale": float("nan")}, "scale of topk: found nan"),
-        ({"backend": "hopper"}, "backend of topk: found 'hopper'"),
-    ],
-)
-def test_errors(changes: dict[str, Any], match: str) -> None:
-    with pytest.raises(AttentionError, match=match):
-        sparse.topk(**bad(**changes))
 
 
 def test_fake_tensors() -> None:

@@ -24,7 +24,7 @@ SHARES = 4
 def test_no_row_is_missing():
     every = [f"{part}{n}" for part, last in ROWS.items() for n in range(1, last + 1)]
     assert [*TABLE] == every
-    assert [*dict.fromkeys(one.row for one in BREAKS)] == every
+    assert [*dict.fromkeys(one.name for one in BREAKS)] == every
 
 
 @pytest.mark.parametrize("row", TABLE)
@@ -34,7 +34,7 @@ def test_the_named_test_exists(row):
     assert name in {node.name for node in body if isinstance(node, ast.FunctionDef)}, f"{row}: no {name} in {path}"
 
 
-@pytest.mark.parametrize("one", BREAKS, ids=lambda one: one.row)
+@pytest.mark.parametrize("one", BREAKS, ids=lambda one: one.name)
 def test_the_text_to_break_is_there(one):
     text = (mutations.ROOT / one.place).read_text(encoding="utf-8")
     assert one.apply(text) != text
