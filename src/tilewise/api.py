@@ -397,7 +397,7 @@ def _first_call(
     return attend(request.spec, plan, request.tensors(), with_lse)
 
 
-def _sizes(max_seqlens: Any, options: Options) -> Any:
+def _sizes(max_seqlens: tuple[int | None, ...], options: Options) -> tuple[int | None, ...]:
     """max_seqlen_q and max_seqlen_k, where they belong to the signature: beside an option whose tensors may have these
     sizes. Otherwise they have no effect, and may change with every batch."""
     return max_seqlens if any(options.get(name) is not None for name in validation.OPTIONS_WITH_MAX_SEQLEN) else ()

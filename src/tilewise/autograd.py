@@ -111,7 +111,7 @@ class AttentionWithLse(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> tuple[Tensor | None, ...]:
         call, saved = ctx.call, ctx.saved_tensors  # read once: a checkpoint recomputes them
         has_no_terms = len(saved) == 5  # q, k, v, out and lse
         is_usual = has_no_terms and dlse is None and type(call) is CallPlan
@@ -187,7 +187,7 @@ def _save(ctx: Any, call: Any, tensors: Any, results: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None) -> Any:
+def _backward(ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of a Function's arguments."""
     *tensors, out, lse = saved
     spec = spec_of(ctx.call)
@@ -218,7 +218,9 @@ def is_batched(*tensors: Tensor | None) -> bool:
     return False
 
 
-def for_each_batched_gradient(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+def for_each_batched_gradient(
+    function: Callable[..., Sequence[Tensor | None]], *tensors: Tensor | None
+) -> Sequence[Tensor | None]:
     """Returns function(*tensors), a tuple. If some of `tensors` are stacks of gradients (`is_batched`), calls the
     function once for each entry and returns stacks of its results. Their level is 1: autograd does not nest them."""
     if torch.compiler.is_compiling() or not is_batched(*tensors):
@@ -259,14 +261,14 @@ class FirstDerivative(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
         """Out and lse get no gradient: that of q, k and v is the whole derivative."""
         out, lse, dout, dlse, *tensors = ctx.saved_tensors
         request = Request.of(ctx.spec, tensors)
         terms = any(x is not None for x in cotangents[3:]) or any(ctx.needs_input_grad[9:])
         by_reference = use_reference_or_raise("a gradient of the gradient", request, lacks_second(request, terms))
 
-        def second(*given: Tensor | None) -> Any:
+        def second(*given: Tensor | None) -> tuple[Tensor | None, ...]:
             if by_reference:
                 inputs = dout, dlse, *tensors
                 return reference_vjp(_reference_gradients(ctx), inputs, given, ctx.needs_input_grad[4:])

@@ -236,11 +236,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return options
 
 
-def _lead(x: Any) -> Any:
+def _lead(x: Tensor | None) -> Tensor | None:
     return x[None] if isinstance(x, Tensor) else x
 
 
-def _wide(padding: Any) -> Any:
+def _wide(padding: Tensor | None) -> Tensor | None:
     """(N, S) as (N, 1, 1, S)."""
     return None if padding is None else padding[:, None, None, :]
 

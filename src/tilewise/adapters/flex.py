@@ -29,7 +29,7 @@ from ..mods import PROGRAMS, BlockMask, Mod
 from ..mods.bands import split
 from ..mods.blocks import listed
 from ..mods.expr import SCORE, Expr, const, load, nodes, substitute
-from ..mods.modifier import PAIR, AnyModifier, Modifier, mask_mod, result
+from ..mods.modifier import PAIR, Modifier, UntypedModifier, mask_mod, result
 from ..mods.outside import is_callable_object, name_of
 from ..mods.program import Program, combine_masks, register
 from ..mods.trace import trace_as_is
@@ -251,13 +251,13 @@ def _check_parameters(function: Any, kind: str) -> None:
         raise AttentionError(f"{kind}_mod", f"{name_of(function)}{shown}", f"{PARAMETERS[kind]} alone")
 
 
-def _modifier(function: Any, kind: str) -> AnyModifier:
+def _modifier(function: Any, kind: str) -> UntypedModifier:
     """The Modifier of the function, stored on the function. Not stored if the function has a closure: the cycle would
     keep the closure's tensors until the garbage collector runs."""
-    kept: AnyModifier | None = getattr(function, "_tilewise", None)
+    kept: UntypedModifier | None = getattr(function, "_tilewise", None)
     if kept is not None and kept.function is function and kept.kind == kind:  # functools.wraps copies attributes
         return kept
-    made: AnyModifier = Modifier(function, kind)
+    made: UntypedModifier = Modifier(function, kind)
     if isinstance(function, FunctionType) and function.__closure__ is None:
         function._tilewise = made  # type: ignore[attr-defined]
     return made

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -149,7 +149,7 @@ class BlockDiagonalMask:
     _batch_sizes: Sequence[int] | None = None
 
     @classmethod
-    def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Any:
+    def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Self:
         """The mask of sequences of these lengths.
 
         Args:
@@ -167,7 +167,7 @@ class BlockDiagonalMask:
         return cls(queries, queries if same or kv_seqlen is None else SeqInfo.of(kv_seqlen))
 
     @classmethod
-    def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[Any, Tensor]:
+    def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[Self, Tensor]:
         """The mask of tensors of several lengths, and all of their sequences in one tensor.
 
         Args:
@@ -293,7 +293,7 @@ class BlockDiagonalPaddedKeysMask:
     k_seqinfo: Any
 
     @classmethod
-    def from_seqlens(cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int]) -> Any:
+    def from_seqlens(cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int]) -> Self:
         """The mask of sequences of these lengths.
 
         Args:
@@ -328,7 +328,7 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMas
     @classmethod
     def from_seqlens_local(
         cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], window_size: int
-    ) -> Any:
+    ) -> Self:
         """The mask of sequences of these lengths.
 
         Args:
@@ -359,7 +359,7 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     @classmethod
     def from_seqlens_local(
         cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], window_left: int, window_right: int
-    ) -> Any:
+    ) -> Self:
         """The mask of sequences of these lengths.
 
         Args:

@@ -11,7 +11,7 @@ from ..mods.blocks import BlockMask
 from ..mods.modifier import MaskMod, ScoreMod
 from ..request import Window
 
-BackendName = Literal["auto", "reference", "triton", "hopper"]
+BackendName = Literal["auto", "reference", "torch", "triton", "hopper"]
 Layout = Literal["bshd", "bhsd"]
 PageTable = Tensor | tuple[Tensor, Tensor] | None
 SharedPrefix = Tensor | Literal["auto"] | None

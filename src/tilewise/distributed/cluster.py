@@ -241,7 +241,7 @@ class _Gathered(torch.autograd.Function):
         return tuple(parts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[ctx.rank], None, None, None, None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import where
+from torch import Tensor, where
 
 from .expr import Expr
 from .functions import COMPOSED, Argument
@@ -23,94 +23,94 @@ LN2 = math.log(2)
 HUGE = 1e9  # beyond it 1 + x * x is x * x, also in float64
 
 
-def atan2(y: Any, x: Any) -> Any:
+def atan2(y: Tensor, x: Tensor) -> Tensor:
     at_zero = where(y > 0, math.pi / 2, where(y < 0, -math.pi / 2, 0.0))
     angle = torch.atan(y / x)
     return where(x > 0, angle, where(x < 0, angle + where(y < 0, -math.pi, math.pi), at_zero))
 
 
-def sinh(x: Any) -> Any:
+def sinh(x: Tensor) -> Tensor:
     small = torch.expm1(x)
     return where(torch.abs(x) < 1, 0.5 * (small + small / (small + 1.0)), 0.5 * (torch.exp(x) - torch.exp(-x)))
 
 
-def asinh(x: Any) -> Any:
-    def positive(x: Any) -> Any:
+def asinh(x: Tensor) -> Tensor:
+    def positive(x: Tensor) -> Tensor:
         near = torch.log1p(x + x * x / (1 + torch.sqrt(1 + x * x)))
         return where(x > HUGE, torch.log(x) + LN2, near)
 
     return where(x < 0, -positive(-x), positive(x))
 
 
-def acosh(x: Any) -> Any:
+def acosh(x: Tensor) -> Tensor:
     above = x - 1.0
     near = torch.log1p(above + torch.sqrt(above * (above + 2)))
     return where(x > HUGE, torch.log(x) + LN2, near)
 
 
-def sinc(x: Any) -> Any:
+def sinc(x: Tensor) -> Tensor:
     angle = math.pi * x
     return where(x == 0, 1.0, torch.sin(angle) / angle)
 
 
-def logit(x: Any, eps: Any = None) -> Any:
+def logit(x: Tensor, eps: Any = None) -> Tensor:
     x = x if eps is None else torch.clamp(x, eps, 1 - eps)
     return torch.log(x / (1 - x))
 
 
-def isfinite(x: Any) -> Any:
+def isfinite(x: Tensor) -> Tensor:
     return torch.abs(x) < math.inf
 
 
-def finite_maximum(a: Any, b: Any) -> Any:
+def finite_maximum(a: Tensor, b: Tensor) -> Tensor:
     """The larger one, from which logaddexp measures; its derivative cancels there."""
     most = torch.maximum(a, b)
     return where(isfinite(most), most, 0.0)
 
 
-def logaddexp(a: Any, b: Any) -> Any:
+def logaddexp(a: Tensor, b: Tensor) -> Tensor:
     most = finite_maximum(a, b)
     return most + torch.log(torch.exp(a - most) + torch.exp(b - most))
 
 
-def logaddexp2(a: Any, b: Any) -> Any:
+def logaddexp2(a: Tensor, b: Tensor) -> Tensor:
     most = finite_maximum(a, b)
     return most + torch.log2(torch.exp2(a - most) + torch.exp2(b - most))
 
 
-def trunc(x: Any) -> Any:
+def trunc(x: Tensor) -> Tensor:
     return where(x < 0, -torch.floor(-x), torch.floor(x))
 
 
-def round_(x: Any) -> Any:
+def round_(x: Tensor) -> Tensor:
     """To the nearest, and halves to the even one."""
     below = torch.floor(x)
     rest = x - below
     return where((rest > 0.5) | ((rest == 0.5) & (below % 2 == 1)), below + 1, below)
 
 
-def sign(x: Any) -> Any:
+def sign(x: Tensor) -> Tensor:
     return where(x > 0, 1, 0) - where(x < 0, 1, 0)
 
 
-def softplus(x: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Any:
+def softplus(x: Tensor, beta: Any = 1.0, threshold: Any = 20.0) -> Tensor:
     scaled = x * beta
     return where(scaled > threshold, x, torch.log1p(torch.exp(scaled)) / beta)
 
 
-def log_sigmoid(x: Any) -> Any:
+def log_sigmoid(x: Tensor) -> Tensor:
     return -softplus(-x, 1.0, 50.0)
 
 
-def threshold(x: Any, threshold: Any, value: Any) -> Any:
+def threshold(x: Tensor, threshold: Any, value: Any) -> Tensor:
     return where(x > threshold, x, value)
 
 
-def hardsigmoid(x: Any) -> Any:
+def hardsigmoid(x: Tensor) -> Tensor:
     return torch.clamp(x / 6 + 0.5, 0.0, 1.0)
 
 
-def elu(x: Any, alpha: Any = 1.0) -> Any:
+def elu(x: Tensor, alpha: Any = 1.0) -> Tensor:
     return where(x > 0, x, alpha * torch.expm1(x))
 
 

@@ -43,7 +43,7 @@ PAIR = (expr.B, expr.H, expr.I, expr.J)
 # does not distinguish the first two, and yet chooses the right one.)
 Captures = TypeVarTuple("Captures")
 
-_modifiers: WeakValueDictionary[str, AnyModifier] = WeakValueDictionary()
+_modifiers: WeakValueDictionary[str, UntypedModifier] = WeakValueDictionary()
 # The paths of traces, by the code of the functions and what is compiled in. The key of the program or the args of the
 # error, by these, the paths and the states of the values there.
 _paths: Bounded[Any, tuple[tuple[Path, ...], ...]] = Bounded(LIMIT)
@@ -120,28 +120,28 @@ def _call_signature(function: Callable[..., Any], names: Sequence[str]) -> inspe
     return inspect.Signature([known[name] for name in names])
 
 
-AnyModifier = Modifier[*tuple[Any, ...]]
-ScoreMod = Mod | AnyModifier | Callable[..., Tensor | float]  # what is accepted as score_mod
-MaskMod = Mod | AnyModifier | Callable[..., Tensor | bool]
+UntypedModifier = Modifier[*tuple[Any, ...]]
+ScoreMod = Mod | UntypedModifier | Callable[..., Tensor | float]  # what is accepted as score_mod
+MaskMod = Mod | UntypedModifier | Callable[..., Tensor | bool]
 
 
 class ScoreDecorator(Protocol):
     """`score_mod` with a `grad`."""
 
     @overload
-    def __call__(self, function: Callable[[Any, Any, Any, Any, Any], Any], /) -> AnyModifier: ...
+    def __call__(self, function: Callable[[Any, Any, Any, Any, Any], Any], /) -> UntypedModifier: ...
     @overload
     def __call__(  # type: ignore[overload-cannot-match]
         self, function: Callable[[Any, Any, Any, Any, Any, *Captures], Any], /
     ) -> Modifier[*Captures]: ...
     @overload
-    def __call__(self, function: Callable[..., Any], /) -> AnyModifier: ...  # type: ignore[overload-cannot-match]
+    def __call__(self, function: Callable[..., Any], /) -> UntypedModifier: ...  # type: ignore[overload-cannot-match]
 
 
 @overload
 def score_mod(
     function: Callable[[Any, Any, Any, Any, Any], Any], *, grad: Callable[..., Any] | None = None
-) -> AnyModifier: ...
+) -> UntypedModifier: ...
 
 
 @overload
@@ -153,7 +153,7 @@ def score_mod(  # type: ignore[overload-cannot-match]
 @overload
 def score_mod(  # type: ignore[overload-cannot-match]
     function: Callable[..., Any], *, grad: Callable[..., Any] | None = None
-) -> AnyModifier: ...
+) -> UntypedModifier: ...
 
 
 @overload
@@ -162,7 +162,7 @@ def score_mod(function: None = None, *, grad: Callable[..., Any] | None = None) 
 
 def score_mod(
     function: Callable[..., Any] | None = None, *, grad: Callable[..., Any] | None = None
-) -> AnyModifier | ScoreDecorator:
+) -> UntypedModifier | ScoreDecorator:
     """Decorate `f(score, b, h, q_idx, kv_idx, *captured) -> score`, a function of one pair in plain Python.
 
     >>> @score_mod
@@ -195,7 +195,7 @@ def score_mod(
 
 
 @overload
-def mask_mod(function: Callable[[Any, Any, Any, Any], Any]) -> AnyModifier: ...
+def mask_mod(function: Callable[[Any, Any, Any, Any], Any]) -> UntypedModifier: ...
 
 
 @overload
@@ -205,10 +205,10 @@ def mask_mod(  # type: ignore[overload-cannot-match]
 
 
 @overload
-def mask_mod(function: Callable[..., Any]) -> AnyModifier: ...  # type: ignore[overload-cannot-match]
+def mask_mod(function: Callable[..., Any]) -> UntypedModifier: ...  # type: ignore[overload-cannot-match]
 
 
-def mask_mod(function: Callable[..., Any]) -> AnyModifier:
+def mask_mod(function: Callable[..., Any]) -> UntypedModifier:
     """Decorate `f(b, h, q_idx, kv_idx, *captured) -> bool`: True where the query sees the key.
 
     >>> @mask_mod

@@ -144,7 +144,7 @@ class BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, starts, chosen, cu_seqlens, cu_blocks, *lists = ctx.saved_tensors
         choices = Sorted(*lists) if lists else None
 
@@ -156,7 +156,7 @@ class BlockAttention(torch.autograd.Function):
                 return attend_masked_rows(inputs, chosen, batch, numbers, options)
             return attend_masked_packed(inputs, chosen, (cu_seqlens, cu_blocks), numbers, options)
 
-        def gradients(dout: Tensor) -> Any:
+        def gradients(dout: Tensor) -> tuple[Tensor | None, ...]:
             if not torch.compiler.is_compiling() and is_higher_order(q, k, v, dout):
                 return gradients_of(masked, (q, k, v), dout)
             with torch.no_grad():

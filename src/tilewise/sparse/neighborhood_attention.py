@@ -185,7 +185,7 @@ class Permute(torch.autograd.Function):
         ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         order, inverse = ctx.saved_tensors
         return _permuted(grad, inverse, order), None, None
 
@@ -208,7 +208,7 @@ class InBoxes(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         layout = _kept_layout(ctx.windows, q.device)
         orders = (layout.queries, layout.queries_inverse), (layout.keys, layout.keys_inverse)

@@ -266,10 +266,10 @@ class GatedSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
+    def backward(ctx: Any, dout: Tensor) -> Sequence[Tensor | None]:
         saved = ctx.saved_tensors
 
-        def gradients(dout: Tensor) -> Any:
+        def gradients(dout: Tensor) -> tuple[Tensor | None, ...]:
             if not torch.compiler.is_compiling() and is_higher_order(dout, *saved):
                 return tuple(_gate_gradients(dout, saved[:3], saved[3:]))
             return tuple(torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:]))

@@ -148,7 +148,9 @@ class Topk(torch.autograd.Function):
     """(out, lse), both differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, settings: Any) -> Any:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, settings: Any
+    ) -> tuple[Tensor, Tensor]:
         columns, scale, _, backend = settings
         values = k[..., :columns] if v is None else v
         out, lse = torch.ops.tilewise_sparse.topk(q, k, values, indices, scale, backend)
@@ -158,7 +160,7 @@ class Topk(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, indices, out, lse = ctx.saved_tensors
         columns, scale, deterministic, backend = ctx.settings
         values = k[..., :columns] if v is None else v
@@ -166,7 +168,7 @@ class Topk(torch.autograd.Function):
         backward: Any = _backward if is_again else torch.ops.tilewise_sparse.topk_backward
         backend = "reference" if is_again else backend  # torch differentiates its operations
 
-        def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
+        def gradients(dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
             dout = torch.zeros_like(out) if dout is None else dout
             grads = backward(out, lse, dout, dlse, deterministic, v is None, q, k, values, indices, scale, backend)
             return tuple(grads)

@@ -15,7 +15,8 @@ from tilewise_lab.demo.words import tokens
 HEIGHT = 250
 Scale = Callable[[float], float]
 LABELS = {
-    "tilewise-hopper": "tilewise", "tilewise-triton": "tilewise (Triton)", "tilewise-reference": "tilewise",
+    "tilewise-hopper": "tilewise", "tilewise-triton": "tilewise (Triton)", "tilewise-reference": "tilewise (reference)",
+    "tilewise-torch": "tilewise",
     "cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "sdpa": "SDPA", "flash-attn": "flash-attn",
 }  # fmt: skip
 THEMES = "light", "dark"

@@ -14,8 +14,10 @@ from torch import Tensor
 
 import tilewise
 from tilewise.backends.registry import choose
+from tilewise.call.fields import ATTENTION
 from tilewise.errors import AttentionError
 from tilewise.request import Request, Spec
+from tilewise.validation import dense as checks
 from tilewise_lab.bench.cases import Case, Inputs
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -129,8 +131,12 @@ class Tilewise(Provider):
 def auto(case: Case, x: Inputs) -> str:
     """The name of the provider that tilewise.attention runs with backend="auto"."""
     window = None if case.window is None else (case.window, 0)
-    spec = Spec.of(head_dim=case.dim, causal=case.causal, window=window)
-    return f"{OURS}-{choose(Request(x.q, x.k, x.v, spec)).backend.name}"
+    options = ATTENTION.completed({"causal": case.causal, "window": window})
+    if x.cu is None:
+        request = checks.dense(x.q, x.k, x.v, options)
+    else:
+        request = checks.packed(x.q, x.k, x.v, x.cu, x.cu, (case.longest, case.longest), options)
+    return f"{OURS}-{choose(request).backend.name}"
 
 
 def not_cuda(device: torch.device) -> str | None:

@@ -53,8 +53,8 @@ def roster(device: torch.device, peers: tuple[str, ...] | None = None, fa3: Path
     ]
     known = {provider.name: provider for provider in [*ours, *others]}
     backends = tuple(provider.name for provider in ours)
-    if device.type == "cuda":  # the reference is for CPUs and for reading
-        backends = tuple(name for name in backends if name != f"{OURS}-reference")
+    if device.type == "cuda":  # the others are for CPUs and for reading
+        backends = tuple(name for name in backends if name not in (f"{OURS}-reference", f"{OURS}-torch"))
     if peers is None:
         peers = DEFAULT.get(device.type, DEFAULT["cpu"])
     elif peers == ("all",):

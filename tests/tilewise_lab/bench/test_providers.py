@@ -60,6 +60,7 @@ def test_everyone_else_says_why_not():
     reasons = {name: provider.missing(CPU) for name, provider in known.items()}
     assert [name for name, reason in reasons.items() if reason is None] == [
         "tilewise-reference",
+        "tilewise-torch",
         "sdpa",
         "flex",
         "naive",
@@ -95,7 +96,8 @@ def test_all_is_everyone():
 
 
 def test_auto_is_what_a_user_gets():
-    assert auto(CAUSAL, CAUSAL.inputs(CPU, 0)) == "tilewise-reference"
+    assert auto(CAUSAL, CAUSAL.inputs(CPU, 0)) == "tilewise-torch"
+    assert auto(PACKED, PACKED.inputs(CPU, 0)) == "tilewise-reference"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None], cu: Tensor | None = None) -> Tensor:

@@ -81,7 +81,7 @@ def test_only_right_answers_have_a_speed(run):
     assert cell.timed() == ["right", "tilewise-reference"]
     assert all(len(cell.entries[name].times) == 3 for name in cell.timed())
     assert [len(limit["times"]) for limit in cell.ceilings.values()] == [3, 3]
-    assert cell.ours == "tilewise-reference"
+    assert cell.ours == "tilewise-torch"
 
 
 def test_reasons_are_kept(run):
@@ -135,7 +135,7 @@ def test_every_target_gives_something(monkeypatch, tmp_path):
     for cell in results.cells:
         assert cell.chosen(), cell.key
     for cell in results.of("decode forward", "heads forward"):
-        assert set(cell.timed()) == {"tilewise-reference", "sdpa", "naive"}
+        assert set(cell.timed()) - {"tilewise-torch"} == {"tilewise-reference", "sdpa", "naive"}
         assert set(cell.entries["tilewise-reference"].errors) == {"out", "lse"}
     assert len(results.of("heads forward")) == len(results.of("heads backward")) == 2
     assert {(peak.provider, peak.length) for peak in results.memory} == {
