@@ -63,7 +63,7 @@ class Mutation(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    code: int  # pytest's: 0 all passed, 1 some failed; -1 the process died
+    code: int  # pytest's: 0 all passed, 1 some failed; -1 the process died; -2 it was not done in time
     errors: tuple[str, ...] = ()  # the types of what was raised
     failed: tuple[str, ...] = ()  # the tests
     said: str = ""
@@ -145,7 +145,7 @@ def run(tests: Sequence[str], mutation: Mutation | None, options: Sequence[str] 
 
 
 def forked(work: Callable[[], Verdict], limit: int = 0) -> Verdict:
-    """Its result, from a child; a child that dies, or is not done after so many seconds (0: no limit), has -1."""
+    """Its result, from a child; -1 if it dies, -2 if it is not done after so many seconds (0: no limit)."""
     from multiprocessing import Pipe
 
     ours, theirs = Pipe(duplex=False)
@@ -158,7 +158,9 @@ def forked(work: Callable[[], Verdict], limit: int = 0) -> Verdict:
             os._exit(0)
     theirs.close()
     verdict = _received(ours)
-    used = os.wait4(child, 0)[2]
+    _, status, used = os.wait4(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        verdict = Verdict(-2, said=f"not done after {limit} s")
     return verdict._replace(seconds=used.ru_utime + used.ru_stime)
 
 
@@ -187,9 +189,9 @@ def main(words: Sequence[str]) -> int:
     for one in wanted:
         tests = ("tests",) if args.whole else one.tests
         verdict = forked(lambda: run(tests, one, DEFAULT_RUN), LIMIT)  # noqa: B023 - called at once
-        where = verdict.failed[0] if verdict.failed else {0: "", -1: "the run died or had no end"}.get(verdict.code)
-        caught = "survived" if verdict.code == 0 else "caught" if verdict.code in (1, -1) else "not run"
-        print(f"{caught:9}{one.name:24}{verdict.seconds:6.0f} s  {where or verdict.said[-300:]}", flush=True)
+        where = verdict.failed[0] if verdict.failed else "" if verdict.code == 0 else verdict.said[-300:]
+        caught = "survived" if verdict.code == 0 else "caught" if verdict.code in (1, -2) else "not run"
+        print(f"{caught:9}{one.name:24}{verdict.seconds:6.0f} s  {where}", flush=True)
         if caught != "caught":
             survivors.append(one)
     print(f"{len(wanted) - len(survivors)} of {len(wanted)} caught", flush=True)

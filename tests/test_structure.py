@@ -568,8 +568,11 @@ def test_documents_name_files_that_exist():
     made_by_users = set((ROOT / ".gitignore").read_text().split())
     gone = []
     for document in DOCUMENTS:
+        of_its_time = document.parent == ROOT / "bench" / "results"  # a note names the scripts of its commit
         places = (document.parent, ROOT, SRC, *(SRC / package for package in PACKAGES))
         for name in named(document.read_text(encoding="utf-8")):
+            if of_its_time and name.endswith(".py"):
+                continue
             if name not in made_by_users and not any((place / name).exists() for place in places):
                 gone.append(f"{document.relative_to(ROOT)}: {name}")
     assert not gone, "\n".join(gone)

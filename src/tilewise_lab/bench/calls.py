@@ -23,7 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
 from tilewise import mods, sparse
-from tilewise.compat import flex_attention as our_flex
 from tilewise_lab.bench.judge import Error, condemn, note
 from tilewise_lab.bench.kv import graphed
 from tilewise_lab.bench.measure import rounds
@@ -177,8 +176,9 @@ def flex_row(name: str, device: torch.device) -> Callers:
     words = functions[name]
     options = {"score_mod": words} if name in SCORES else {"block_mask": blocks_of(words, n, device)}
     x = leaves(device, *[(batch, heads, n, dim)] * 3)
+    ours = import_module("tilewise.compat").flex_attention
     return {
-        OURS: Caller(partial(our_flex, **options), x),
+        OURS: Caller(partial(ours, **options), x),
         "flex": Caller(partial(compiled_flex(device), **options), x),
     }
 

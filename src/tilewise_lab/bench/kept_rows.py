@@ -1,8 +1,8 @@
 """Single measured numbers in documents, each read from the note or file of `bench/results/` that has it.
 
-`bench/results/rows.json` has one case per row: where its number stands (a file, and a pattern that matches once in it), the peer
-and the commit. `<!-- rows:TABLE -->` to `<!-- /rows:TABLE -->` in a document becomes the table of those cases, and
-`<!-- number:KEY -->` to `<!-- /number -->` one number. `tilewise bench --readme` writes them, and a test compares.
+`bench/results/rows.json` has one case per row: where its number stands (a file, and a pattern that matches once in it),
+the peer and the commit. `<!-- rows:TABLE -->` to `<!-- /rows:TABLE -->` in a document becomes the table of those cases,
+and `<!-- number:KEY -->` to `<!-- /number -->` one number. `tilewise bench --readme` writes them, and a test compares.
 """
 
 from __future__ import annotations

@@ -233,10 +233,16 @@ def peak(work: Callable[[], None], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler greets on stderr otherwise
     cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
-        work()
+    silent = "KINETO_LOG_LEVEL" not in os.environ
+    if silent:
+        os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler greets on stderr otherwise
+    try:
+        with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+            work()
+    finally:
+        if silent:
+            del os.environ["KINETO_LOG_LEVEL"]
     assert profile.profiler is not None
     events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
     live = most = 0

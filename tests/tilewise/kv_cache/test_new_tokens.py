@@ -19,7 +19,7 @@ def ints(*numbers: Any) -> Tensor:
     return torch.tensor(numbers, dtype=I32)
 
 
-@pytest.mark.parametrize("lengths", [(0, 0), (300, 200)], ids=str)
+@pytest.mark.parametrize("lengths", [(0, 0), (600, 200)], ids=str)  # more than 512 keys are divided
 @pytest.mark.parametrize("processors", [5, 40])
 def test_a_bound_of_queries_that_is_too_small(
     lengths: tuple[int, int], processors: int, backend: str, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,23 @@ def test_partial_tiles_as_bits(name, monkeypatch):
     judge(BITS[name], monkeypatch, longest=400)
 
 
+@tilewise.mask_mod
+def in_turn(b, h, q_idx, kv_idx):
+    return q_idx // 64 == kv_idx // 128 % 2
+
+
+def test_tiles_that_one_warpgroup_sees():
+    """Of three tiles one warpgroup sees the first and the last, the other the second: flags say what it leaves out."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 4, 64).bfloat16() for n in (128, 384, 384))
+    mask = tilewise.block_mask(in_turn(), 128, 384)
+    spec = Spec(0.125, mask_mod=mask.mod.key, mask_block=(*mask.block, 1, 1))
+    found = forward(Request(q, k, v, spec, blocks=mask.lists))
+    expected = tilewise.attention(q, k, v, mask_mod=mask, backend="reference", return_lse=True)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(found[0], expected[0], atol=2e-2, rtol=2e-2)
+
+
 @cases("name", ["packed tile lists"], ORDERED)
 def test_ordered_sums_with_tile_lists(name, monkeypatch):
     torch.use_deterministic_algorithms(True)
