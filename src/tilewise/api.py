@@ -139,7 +139,8 @@ def attention(
         precision: "fp8": q, k and v are quantised to float8_e4m3fn, with a float32 scale for each block, and multiplied
             by fp8 tensor cores (the how-to on fp8 says how, and how large the error is). Forward only: it raises if a
             gradient is needed. Default None: products in q's dtype.
-        backend: "reference" (torch, any device), "triton" (GPUs), "hopper" (sm_90), or "auto".
+        backend: "reference" (torch, any device), "torch" (torch's fused kernels, CPUs), "triton" (GPUs), "hopper"
+            (sm_90), or "auto".
 
     Returns:
         out (B, Sq, H, Dv) in q's dtype. With return_lse=True (out, lse): lse (B, H, Sq) is the natural logsumexp of the

@@ -50,7 +50,8 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
                 missing = backend.unsupported(request, gpu) or backend.declines(request, gpu)
             if missing is None:
                 return Choice(backend, backend.reason + rejected)
-            rejected = f"; {backend.name}: {missing}"
+            if gpu is None or not isinstance(backend, TorchBackend):  # on a GPU, why its kernels do not run the call
+                rejected = f"; {backend.name}: {missing}"
     for backend in BACKENDS:
         if backend.name == name:
             missing = backend.unsupported(request, gpu) if backend in able else "a KV cache, which is not supported"

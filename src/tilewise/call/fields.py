@@ -376,7 +376,8 @@ _ATTENTION = (
     Field(
         "backend",
         "BackendName",
-        """"reference" (torch, any device), "triton" (GPUs), "hopper" (sm_90), or "auto".""",
+        """"reference" (torch, any device), "torch" (torch's fused kernels, CPUs), "triton" (GPUs), "hopper" (sm_90), or
+        "auto".""",
         default="auto",
         check=text,
     ),
