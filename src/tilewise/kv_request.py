@@ -298,27 +298,26 @@ def structure_of(x: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
     ('x', None, ('a', 'y'))
     """
     tensors: list[Tensor] = []
+    empty, has_tensors = _emptied(x, tensors), bool(tensors)
+    return tensors, lambda others: _filled(empty, iter(others)) if has_tensors else empty
 
-    def emptied(x: Any) -> Any:
-        """A tuple with marks for tensors; x itself if it holds no tensor, so that `filled` does not look into it."""
-        if isinstance(x, Tensor):
-            tensors.append(x)
-            return _TENSOR
-        if not isinstance(x, tuple):
-            return x
-        items = [emptied(y) if isinstance(y, (tuple, Tensor)) else y for y in x]
-        return x if all(map(is_, items, x)) else _Filled(_maker(x), items)
 
-    empty = emptied(x)
+def _emptied(x: Any, tensors: list[Tensor]) -> Any:
+    """A tuple with marks for its tensors, which are appended to a list; x itself if it holds no tensor, so that
+    `_filled` does not look into it."""
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return _TENSOR
+    if not isinstance(x, tuple):
+        return x
+    items = [_emptied(y, tensors) if isinstance(y, (tuple, Tensor)) else y for y in x]
+    return x if all(map(is_, items, x)) else _Filled(_maker(x), items)
 
-    def filled(x: Any, rest: Iterator[Any]) -> Any:
-        if x is _TENSOR:
-            return next(rest)
-        return x.make([filled(y, rest) if y is _TENSOR or type(y) is _Filled else y for y in x.items])
 
-    holds_none = not tensors  # the function must not hold the list
-
-    return tensors, lambda others: empty if holds_none else filled(empty, iter(others))
+def _filled(x: Any, rest: Iterator[Any]) -> Any:
+    if x is _TENSOR:
+        return next(rest)
+    return x.make([_filled(y, rest) if y is _TENSOR or type(y) is _Filled else y for y in x.items])
 
 
 class _Filled(NamedTuple):

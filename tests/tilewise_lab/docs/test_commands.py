@@ -115,7 +115,7 @@ NOT_RUN = {
         "tests/tilewise/backends/test_calls.py translates some of these calls"
     ),
     "tilewise bench flex": BENCH,
-    "tilewise bench terms": BENCH,
+    "python -m tests.mutations": "takes hours; tests/test_mutations.py checks its table",
     "python -m tilewise_lab.emulator.timeline docs/hopper-forward.svg": PICTURE,
     "python -m tilewise_lab.emulator.timeline docs/hopper-backward.svg": PICTURE,
 }

@@ -28,6 +28,7 @@ SHOWN = [
     path for path in kept_rows.documents(ROOT) if path.name not in NO_MEASUREMENTS and path.parent.name != "results"
 ]
 VERSIONS = re.compile(r"\b0\.(?:23|32|42)\b")  # of vLLM and diffusers
+REPORTS = re.compile(r"^## Reports of `tilewise selftest`\n.*?(?=^## )", re.M | re.S)  # pasted by their users
 RULES = re.compile(r"(?:more than|at least|within|超过|超过全部键的) (?:3|5|15) %")  # a plan chooses by them
 # The kernels' own pages explain with numbers of many places: a link of the page is enough there.
 KERNELS = ("hopper-backward.md", "hopper-backward-wide.md", "hopper-forward.md", "portable-kernels.md")
@@ -46,7 +47,7 @@ def unsourced(path: Path) -> list[str]:
     """The measured numbers of a page that stand in no results file to which their paragraph links (on a kernel's page:
     to which the page links)."""
     text = path.read_text(encoding="utf-8")
-    for left_out in (MADE, FENCED, VERSIONS, RULES):
+    for left_out in (MADE, FENCED, VERSIONS, RULES, REPORTS):
         text = left_out.sub("", text)
     whole = path.name in KERNELS
     found = []
