@@ -16,33 +16,14 @@ if TYPE_CHECKING:
 
 
 class KernelBackend:
-    """A backend has `forward_build` and `backward_build` of its own, which prepare launches. The gradients of score
-    terms, and other derivatives, are computed by common kernels from any backend's out and lse."""
-
-    def forward_build(self, spec: Spec) -> Build:
-        """Tensors: `Request.tensors()`. Results: out, lse, and the largest score of each head if spec.max_logit."""
-        raise NotImplementedError
-
-    def backward_build(self, spec: Spec) -> Build:
-        """Tensors: `Request.tensors()`, out, lse, dout and dlse. Results: dq, dk, dv."""
-        raise NotImplementedError
+    """The gradients of score terms, and other derivatives, are computed by common kernels from any backend's out and
+    lse."""
 
     def hvp_build(self, spec: Spec) -> Build:
-        """Tensors: those of `backward_build`, then tangents of q, k and v. Results: the tangents of out, lse, dq, dk
-        and dv."""
+        """What prepares the launches of `hvp_runner`."""
         from .common.hvp_launches import build_hvp
 
         return build_hvp(spec)
-
-    def forward_runner(self, request: Request, needs_lse: bool = True) -> Runner:
-        from .common.kernel_call import KernelCall
-
-        return KernelCall(self.forward_build(request.spec), request.tensors(), request.q.device)
-
-    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
-        from .common.kernel_call import KernelCall
-
-        return KernelCall(self.backward_build(request.spec), (*request.tensors(), *bwd_inputs), request.q.device)
 
     def hvp_runner(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
         from .common.kernel_call import KernelCall

@@ -26,7 +26,7 @@ from tilewise.request import BackwardInputs, Request
 
 LIBRARY = Path(tilewise.__file__).parent
 MOST_FILES = 5
-MOST_COLD_FILES = {"forward": 13, "backward": 13}
+MOST_COLD_FILES = {"forward": 14, "backward": 14}
 
 
 def build(count: int) -> Any:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...kv_request import KvRequest
-from ...request import Gpu, Request, Spec
+from ...request import BackwardInputs, Gpu, Request, Spec
 from ..common.kv import KvKernels
 from ..kernels import KernelBackend
-from ..protocol import KvBackend
+from ..protocol import KvBackend, Runner
 from . import support
 
 if TYPE_CHECKING:
@@ -38,16 +38,18 @@ class HopperBackend(KernelBackend):
     def has_backward(self, request: Request) -> bool:
         return support.has_backward(request)
 
-    def forward_build(self, spec: Spec) -> Build:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Runner:
+        from ..common.kernel_call import KernelCall
         from .launches import build_forward
 
-        return build_forward(spec)
+        return KernelCall(build_forward(request.spec), request.tensors(), request.q.device)
 
-    def backward_build(self, spec: Spec) -> Build:
-        from ..common.kernel_call import build_backward
+    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
+        from ..common.kernel_call import KernelCall, build_backward
         from .backward_launches import named_launches
 
-        return build_backward(named_launches, spec)
+        build = build_backward(named_launches, request.spec)
+        return KernelCall(build, (*request.tensors(), *bwd_inputs), request.q.device)
 
     def hvp_build(self, spec: Spec) -> Build:
         from ..common.hvp_launches import build_hvp

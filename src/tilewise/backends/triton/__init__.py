@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...request import Gpu, Request, Spec
+from ...request import BackwardInputs, Gpu, Request
 from ..common.kv import KvKernels, portable_launches
 from ..kernels import KernelBackend
-from ..protocol import KvBackend
+from ..protocol import KvBackend, Runner
 from . import support
 
 if TYPE_CHECKING:
-    from ..common.launch import Build, Launch
+    from ..common.launch import Launch
 
 
 class TritonBackend(KernelBackend):
@@ -28,16 +28,18 @@ class TritonBackend(KernelBackend):
     def has_backward(self, request: Request) -> bool:
         return support.has_backward(request)
 
-    def forward_build(self, spec: Spec) -> Build:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Runner:
+        from ..common.kernel_call import KernelCall
         from .launches import build_forward
 
-        return build_forward(spec)
+        return KernelCall(build_forward(request.spec), request.tensors(), request.q.device)
 
-    def backward_build(self, spec: Spec) -> Build:
-        from ..common.kernel_call import build_backward
+    def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
+        from ..common.kernel_call import KernelCall, build_backward
         from .backward_launches import named_launches
 
-        return build_backward(named_launches, spec)
+        build = build_backward(named_launches, request.spec)
+        return KernelCall(build, (*request.tensors(), *bwd_inputs), request.q.device)
 
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
         from .offline import offline_launches
