@@ -22,9 +22,14 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilewise
 
 # batch, queries, keys, heads, KV heads, head dim, causal
-SHAPES = [(2, 128, 128, 8, 8, 64, True), (2, 512, 512, 8, 8, 64, True), (1, 2048, 2048, 8, 8, 64, True),
-          (1, 2048, 2048, 8, 8, 64, False), (1, 4096, 4096, 8, 2, 128, True),
-          (1, 1, 4096, 32, 8, 128, False)]  # fmt: skip
+SHAPES = [
+    (2, 128, 128, 8, 8, 64, True),
+    (2, 512, 512, 8, 8, 64, True),
+    (1, 2048, 2048, 8, 8, 64, True),
+    (1, 2048, 2048, 8, 8, 64, False),
+    (1, 4096, 4096, 8, 2, 128, True),
+    (1, 1, 4096, 32, 8, 128, False),
+]
 LEAST = 3
 
 

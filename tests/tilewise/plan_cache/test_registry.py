@@ -16,9 +16,11 @@ from tests.tilewise.plan_cache.third_backend import ThirdBackend
 from tilewise import AttentionError
 from tilewise.backends import registry
 from tilewise.backends.protocol import Backend, KvBackend
+from tilewise.call.fields import CACHE
 from tilewise.kv_request import CachePlaces, KvRequest
 from tilewise.plan_cache import PlanCache
 from tilewise.request import INTERPRETER, Gpu, Request, Spec
+from tilewise.validation import kv as checks
 
 Q = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16)
 HOPPER = next(backend for backend in registry.BACKENDS if backend.name == "hopper")
@@ -237,3 +239,24 @@ def test_calls_of_a_third_backend_have_plans(third: ThirdBackend, kept: PlanCach
         tilewise.attention(q, k, v, backend="third").sum().backward()
     assert third.made == ["forward", "backward"]
     assert third.ran == ["forward", "backward"] * 3
+
+
+@pytest.mark.parametrize("gpu", [Gpu("cuda", 90), Gpu("cuda", 80), Gpu("hip", "gfx942")], ids=str)
+def test_who_serves_a_cache(gpu: Gpu) -> None:
+    q, cache, lengths = torch.zeros(2, 1, 4, 16), torch.zeros(2, 32, 2, 16), torch.tensor([5, 20]).int()
+
+    def chosen(q: torch.Tensor, **more: Any) -> str:
+        x = cache.to(q.dtype)
+        return registry.choose(checks.attend_request(q, x, x, lengths, CACHE.completed(more)), gpu).backend.name
+
+    assert chosen(q) == chosen(q, backend="triton") == "triton"
+    hopper = "hopper" if gpu == Gpu("cuda", 90) else "triton"
+    cache = torch.zeros(2, 512, 2, 64)
+    many = torch.zeros(2, 300, 4, 64, dtype=torch.bfloat16)
+    assert chosen(many) == hopper
+    assert chosen(many[:, :30]) == "triton"
+    packed = {"cu_seqlens_q": torch.tensor([0, 299, 300]).int()}
+    assert chosen(many[0], **packed, max_seqlen_q=299) == hopper  # and the portable kernels for the other one
+    assert chosen(many[0], **packed, max_seqlen_q=30) == "triton"
+    # a table of tokens, which the kernels read for MLA alone
+    assert chosen(many, token_table=torch.zeros(2, 32, dtype=torch.int32), causal=False) == "reference"
