@@ -61,16 +61,19 @@ if INTERPRETED:
 
 @pytest.fixture(autouse=True)
 def environment_stays() -> Iterator[None]:
-    """A test that changes an environment variable for those after it fails: kernels, and checks on a CPU, depend on
-    some of them."""
-    before = dict(os.environ)
+    """A test that changes a variable of ours, or Triton's, for those after it fails: kernels, and checks on a CPU, depend
+    on them. (torch.compile sets variables of its own.)"""
+
+    def ours() -> dict[str, str]:
+        return {name: x for name, x in os.environ.items() if name.startswith("TILEWISE_") or name == "TRITON_INTERPRET"}
+
+    before = ours()
     yield
-    theirs = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-    changed = {name for name in before.keys() | os.environ if before.get(name) != os.environ.get(name)} - theirs
-    for name in changed:
-        os.environ.pop(name)
-        os.environ |= {name: before[name]} if name in before else {}
-    assert not changed, f"the test left other values of {sorted(changed)}"
+    after = ours()
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    assert after == before, "the test left other environment variables behind"
     if torch.compiler.is_compiling():  # torch's flag of the process: the calls of later tests would check nothing
         vars(torch.compiler)["_is_compiling_flag"] = False
         warnings.warn("the test left torch.compiler.is_compiling() true", stacklevel=1)
