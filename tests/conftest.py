@@ -61,8 +61,8 @@ if INTERPRETED:
 
 @pytest.fixture(autouse=True)
 def environment_stays() -> Iterator[None]:
-    """A test that changes a variable of ours, or Triton's, for those after it fails: kernels, and checks on a CPU, depend
-    on them. (torch.compile sets variables of its own.)"""
+    """A test that changes a variable of ours, or Triton's, for those after it fails: kernels, and checks on a CPU,
+    depend on them. (torch.compile sets variables of its own.)"""
 
     def ours() -> dict[str, str]:
         return {name: x for name, x in os.environ.items() if name.startswith("TILEWISE_") or name == "TRITON_INTERPRET"}
