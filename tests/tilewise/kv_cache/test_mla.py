@@ -10,6 +10,7 @@ import torch
 import tilewise
 from tests.covering import cases
 from tests.mla_cases import MlaCase, compare, inputs
+from tilewise import AttentionError
 from tilewise.kv_formats import unpack_latent
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -85,6 +86,20 @@ def test_named_tokens_of_scales_by_sequence(backend: str) -> None:
     flat = out.flatten(0, 1)[:, None], lse.transpose(1, 2).flatten(0, 1)[..., None]
     scaled = [k * scale[n // 2].double() for n, k in enumerate(keys)]
     compare(flat, x.q.flatten(0, 1)[:, None], scaled, causal=False)
+
+
+def test_check_reads_the_scales_of_tokens() -> None:
+    x = inputs(MlaCase((20, 7), stored=(E4M3, "token")), torch.float16)
+    options: Any = x.options | {"v_scale": x.options["k_scale"]}
+    tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
+    options["k_scale"][x.options["page_table"][1, 0], 6] = torch.inf
+    with pytest.raises(AttentionError, match="k_scale of token 6 of sequence 1"):
+        tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
+    new = torch.randn(2, 1, 1, 576).half()
+    options["k_scale"][x.options["page_table"][1, 0], 6] = 1.0
+    options |= {"k_new": new, "v_new": new[..., 64:]}
+    with pytest.raises(AttentionError, match="v_new: found other numbers than in k_new"):
+        tilewise.check_kv(x.q, x.cache, x.cache[..., :512], x.lengths, **options)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, INT8], ids=str)
