@@ -394,3 +394,24 @@ def test_calls_without_elements(batch: int, queries: int, keys: int, counted: Co
         assert torch.equal(out, torch.zeros_like(q))
         assert bool((lse == -torch.inf).all())
         assert torch.equal(torch.autograd.grad(out.sum(), q)[0], torch.zeros_like(q))
+
+
+def test_threads_that_decode_share_the_cache() -> None:
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            generator = torch.Generator().manual_seed(seed)
+            for n in (3, 4, 5, 6, 3, 4, 5, 6):
+                q, k, v = (torch.randn(1, s, 2, 8, generator=generator) for s in (1, n, n))
+                found = tilewise.attention_kv(q, k, v, torch.tensor([n], dtype=torch.int32), backend="reference")
+                assert_close(found, tilewise.attention(q, k, v, backend="reference"))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
