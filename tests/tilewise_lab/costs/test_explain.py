@@ -53,8 +53,11 @@ def test_the_backward_is_counted_when_gradients_are_wanted():
 def test_here_without_a_gpu():
     q = torch.zeros(1, 64, 2, 64)
     found = explain(q, q, q, device="cpu")
-    assert (found.backend, found.device.name) == ("reference", "this CPU")
+    assert (found.backend, found.device.name) == ("torch", "this CPU")
     assert "predicted" in str(found)
+    near = explain(q, q, q, window=(3, 0), device="cpu")
+    assert near.backend == "reference"
+    assert "torch: a window" in str(near)
 
 
 def test_tiling_moves_a_call_across_the_ridge():
