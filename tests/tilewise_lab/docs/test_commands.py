@@ -98,6 +98,7 @@ NOT_RUN = {
     "./run python -m tilewise_lab.generate": GENERATES,
     "python -m tilewise_lab.generate": GENERATES,
     "python -m tests.covering": GENERATES,
+    "python -m tests.errors": GENERATES,
     "./run lint": "a step of .ci/run",
     "./run test": ITSELF,
     "./run test --slow": ITSELF,

@@ -383,7 +383,8 @@ def test_alt_texts_say_what_a_picture_shows():
 
 
 def test_a_lesson_shows_what_it_prints_and_draws(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # which `record` changes
+    for name in ("TRITON_INTERPRET", "TILEWISE_PICTURES"):  # which `record` changes
+        monkeypatch.setenv(name, "0")
     lessons.record(1, str(tmp_path))
     said = lessons.printed(tmp_path, 1)
     page = lessons.markdown(all_lessons()[0], said)
