@@ -48,7 +48,7 @@ class Driver(FakeDriver):
 class HopperCalls(StubBackend):
     """The launches of the Hopper backend, for tensors of the CPU."""
 
-    def forward_runner(self, request: Request) -> Any:
+    def forward_runner(self, request: Request, needs_lse: bool = True) -> Any:
         return KernelCall(build_forward(request.spec), request.tensors(), torch.device("cuda:0"))
 
     def backward_runner(self, request: Request, bwd_inputs: BackwardInputs) -> Any:

@@ -13,6 +13,7 @@ from tests.covering import cases
 from tilewise.backends import reference
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.reference import ReferenceBackend
+from tilewise.plan_cache import plans
 from tilewise.request import BackwardInputs, Request, Spec
 from tilewise_lab.emulator import launch
 
@@ -150,7 +151,9 @@ def test_ordered_sums_with_tile_lists(name, monkeypatch):
 
 
 def judge(chosen, monkeypatch, longest=None):
-    monkeypatch.setattr(ReferenceBackend, "forward_runner", lambda self, r: lambda x: forward(Request.of(r.spec, x)))
+    plans.clear()  # those of the reference itself, and at the end those of the emulator
+    run = lambda self, r, needs_lse=True: lambda x: forward(Request.of(r.spec, x))  # noqa: E731
+    monkeypatch.setattr(ReferenceBackend, "forward_runner", run)
     monkeypatch.setattr(
         ReferenceBackend,
         "backward_runner",
@@ -158,7 +161,10 @@ def judge(chosen, monkeypatch, longest=None):
     )
     chosen = features.replace(PLAIN, **chosen)
     call = features.make(chosen, 5, longest=longest or (200 if chosen.d <= 128 or chosen.blocks else 90), device="cpu")
-    _, faults = features_budget.judge(call, "reference")
+    try:
+        _, faults = features_budget.judge(call, "reference")
+    finally:
+        plans.clear()
     assert not faults, "\n".join(faults)
 
 
