@@ -100,7 +100,6 @@ def test_the_version_is_said_without_importing_torch():
         ("plan --svg no/such/plan.svg", "--svg: found 'no/such/plan.svg', whose folder does not exist"),
         ("plan --json no/such/plan.json", "--json: found 'no/such/plan.json', whose folder does not exist"),
         ("bench nosuchcase", "kv, mla, rows, models-shapes"),
-        ("bench kv forward", "target: found kv, with others"),
         ("explain 1 100000000000 16 64 --device H200", "tiles of the call: found 8,333,333,"),
         ("fuzz --cases -1", "--cases: found -1; expected 1 or more"),
         ("bench --out /dev/null/x", "/dev/null/x: Not a directory"),

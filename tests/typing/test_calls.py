@@ -94,4 +94,4 @@ def test_pyright(tmp_path):
     assert pyright(tmp_path, CALLS) == []
     (tmp_path / "wrong.py").write_text(WRONG)
     found = pyright(tmp_path, tmp_path / "wrong.py")
-    assert [int(x.partition(":")[0]) for x in found] == [7, 8]
+    assert sorted({int(x.partition(":")[0]) for x in found}) == [7, 8]  # it says two things of line 8

@@ -103,7 +103,7 @@ def lacks(told: subprocess.CompletedProcess[str]) -> bool:
     return told.returncode == 2 and sentence is not None and "Traceback" not in "".join(warnings)
 
 
-NEED_EXTRAS = (("demo",), ("bench",), ("docs",))
+NEED_EXTRAS = (("demo",), ("docs",))
 WORK_ALONE = (
     ("explain", "1", "512", "4", "64", "--device", "H200"),
     ("trace", "softmax", "1", "2"),
