@@ -7,7 +7,8 @@ import gc
 import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -328,32 +329,33 @@ def test_nested_tensors(counted: Counted) -> None:
             assert_close(found, tilewise.attention(*[part[None]] * 3)[0])
 
 
-def test_threads_share_the_cache() -> None:
-    """Each gets the results of its own tensors, while the cache fills up and drops plans."""
-    failures: list[BaseException] = []
+def in_four_threads(work: Callable[[torch.Generator], None]) -> None:
+    """They start together, each with random numbers of its own; raises what one of them raised."""
     start = threading.Barrier(4)
 
-    def work(seed: int) -> None:
-        try:
-            generator = torch.Generator().manual_seed(seed)
-            start.wait()
-            for n in (3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8) * 2:
-                q, k, v = (torch.randn(1, n, 2, 8, generator=generator).requires_grad_() for _ in range(3))
-                found = torch.autograd.grad(tilewise.attention(q, k, v).square().sum(), (q, k, v))
-                theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-                for a, b in zip(found, torch.autograd.grad(theirs.square().sum(), (q, k, v)), strict=True):
-                    assert_close(a, b, atol=1e-5, rtol=1e-5)
-        except BaseException as error:
-            failures.append(error)
+    def run(seed: int) -> None:
+        start.wait()
+        work(torch.Generator().manual_seed(seed))
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(run, seed) for seed in range(4)]:
+            done.result()
+
+
+def test_threads_share_the_cache() -> None:
+    """Each gets the results of its own tensors, while the cache fills up and drops plans."""
+
+    def work(generator: torch.Generator) -> None:
+        for n in (3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8) * 2:
+            q, k, v = (torch.randn(1, n, 2, 8, generator=generator).requires_grad_() for _ in range(3))
+            found = torch.autograd.grad(tilewise.attention(q, k, v).square().sum(), (q, k, v))
+            theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+            for a, b in zip(found, torch.autograd.grad(theirs.square().sum(), (q, k, v)), strict=True):
+                assert_close(a, b, atol=1e-5, rtol=1e-5)
 
     with plans.on_gpu(limit=4):
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures, failures[0]
-        assert plans.count() <= 4 + len(threads)
+        in_four_threads(work)
+        assert plans.count() <= 4 + 4
 
 
 def negative(*shape: int) -> Tensor:
@@ -397,21 +399,10 @@ def test_calls_without_elements(batch: int, queries: int, keys: int, counted: Co
 
 
 def test_threads_that_decode_share_the_cache() -> None:
-    failures: list[BaseException] = []
+    def work(generator: torch.Generator) -> None:
+        for n in (3, 4, 5, 6, 3, 4, 5, 6):
+            q, k, v = (torch.randn(1, s, 2, 8, generator=generator) for s in (1, n, n))
+            found = tilewise.attention_kv(q, k, v, torch.tensor([n], dtype=torch.int32), backend="reference")
+            assert_close(found, tilewise.attention(q, k, v, backend="reference"))
 
-    def work(seed: int) -> None:
-        try:
-            generator = torch.Generator().manual_seed(seed)
-            for n in (3, 4, 5, 6, 3, 4, 5, 6):
-                q, k, v = (torch.randn(1, s, 2, 8, generator=generator) for s in (1, n, n))
-                found = tilewise.attention_kv(q, k, v, torch.tensor([n], dtype=torch.int32), backend="reference")
-                assert_close(found, tilewise.attention(q, k, v, backend="reference"))
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
+    in_four_threads(work)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...request import BackwardInputs, Gpu, Request
 from ..common.kv import KvKernels, portable_launches
@@ -19,14 +19,9 @@ class TritonBackend(KernelBackend):
     reason = "portable kernels"
     kv: KvBackend | None = KvKernels(portable_launches)
 
-    def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
-        return support.unsupported(request, gpu)
-
-    def declines(self, request: Any, gpu: Gpu | None) -> str | None:
-        return support.declines(request, gpu)
-
-    def has_backward(self, request: Request) -> bool:
-        return support.has_backward(request)
+    unsupported = staticmethod(support.unsupported)
+    declines = staticmethod(support.declines)
+    has_backward = staticmethod(support.has_backward)
 
     def forward_runner(self, request: Request, needs_lse: bool = True) -> Runner:
         from ..common.kernel_call import KernelCall
