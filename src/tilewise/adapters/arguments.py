@@ -54,8 +54,8 @@ def top_left(n_q: int, n_k: int) -> tuple[int, tuple[None, int]]:
 
 
 def used(cu_q: Tensor, cu_k: Tensor, used_q: Tensor | None, used_k: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Offsets of sequences of which the first tokens alone are used: three of each, the tokens used, the queries left
-    over without keys, the keys left over without queries.
+    """Offsets for sequences that use only their first tokens. Each becomes three sequences: the tokens in use, the
+    other queries without keys, and the other keys without queries.
 
     >>> cu = torch.tensor([0, 3, 5], dtype=torch.int32)
     >>> [x.tolist() for x in used(cu, cu, None, torch.tensor([2, 2]))]

@@ -57,7 +57,7 @@ def _options(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> dict[str, Any]:
-    """The options that forward and backward have. `state`: integers, of which the first is the seed."""
+    """The options that forward and backward have. `state`: integers; the first is the seed."""
     band = {"causal": is_causal, "window": window(window_size_left, window_size_right)}
     return band | {"scale": scale, "dropout_p": dropout_p, "seed": state[0] if dropout_p else None}
 

@@ -131,8 +131,8 @@ def test_offsets_of_packed_queries_are_those_of_the_new_tokens(backend: str) -> 
 
 
 def test_what_has_no_place_is_not_written(backend: str) -> None:
-    """Past the end of a dense row, or of the table; and tokens of a packed buffer that belong to nobody. Without
-    kernels a CPU reads contents, and the call raises."""
+    """Tokens past the end of a dense row or of the table, and tokens after the last packed sequence. The reference
+    reads lengths on a CPU, and raises."""
     cache, new = torch.zeros(2, 4, 1, 8), torch.ones(2, 3, 1, 8)
     if backend == "reference":
         with pytest.raises(AttentionError, match="sequence 0: found 3 in the cache and 3 new; expected at most 4"):

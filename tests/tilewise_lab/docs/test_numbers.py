@@ -68,7 +68,7 @@ def test_every_measured_number_of_a_page_is_in_a_results_file(path):
 
 
 def test_a_number_without_a_source_is_found(tmp_path):
-    """In words, in a table, in Chinese; and one that the linked file does not have."""
+    """Numbers in a sentence, in a table and in Chinese are found; a number that the linked file lacks is a fault."""
     note = tmp_path / "bench" / "results" / "2026-01-01-note.md"
     note.parent.mkdir(parents=True)
     note.write_text("| a | 1.28 |\n", encoding="utf-8")

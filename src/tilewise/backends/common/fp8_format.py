@@ -8,9 +8,9 @@ No key changes the rows that do not see it by more than the rounding of the form
 large m costs the other rows of a block no precision until they become subnormal. In a call that hides keys, a block
 with a row, not all 0, whose largest value is below m * OWN_SCALES has a scale for each row. Imports torch alone.
 
-The mean key of a sequence and KV head is that of sampled keys (MEAN_KEYS), of which those larger than LARGE_KEY times
-the median do not count: no few keys move it. Where rows do not see the last keys, as with causal=True, the samples are
-of the first keys, which but for a window every row sees (`sampled_keys`).
+The mean key of a sequence and KV head is the mean of MEAN_KEYS sampled keys. Samples larger than LARGE_KEY times the
+median are left out, so that a few large keys do not move the mean. Where some rows do not see the last keys, as with
+causal=True, the first keys are sampled: every row sees them, unless there is a window (`sampled_keys`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What both Hopper backward kernels share: the queries that a key tile visits, the producer, masks, the stores of dK
 and dV, the sum of dQ.
 
-A tile of keys may be computed by several programs, each of which visits some of the queries and stores a part of dK and
-dV. `backward_schedule.choose_split` says when. `postprocess_kernel` adds the parts in the order of their numbers.
+Several programs may compute one tile of keys. Each of them visits some of the queries and stores its part of dK and dV.
+`backward_schedule.choose_split` says when. `postprocess_kernel` adds the parts in the order of their numbers.
 
 dQ is summed over the key tiles in global memory, in float32: by atomics or by TMA, in any order or a fixed one. A
 semaphore for each tile of dQ counts the key tiles that have added to it, if DETERMINISTIC.
